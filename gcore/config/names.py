@@ -178,18 +178,19 @@ FORMER = {  # keys that were removed or renamed, or that one could expect -> the
     "rewards.judges.emulated.speed": "remove it, and divide all seconds of the emulated sections by it",
     "rewards.models.device": "training.device (of all models of a run)",
     "rewards.models.max_tokens_per_batch": "remove it: 16,384 tokens",
+    "sampling.curriculum.newest": "remove it: 0.5",
     "training.emulated.speed": "remove it, and divide all seconds of the emulated sections by it",
 }
 
 
 def _names_by_answer() -> dict[str, dict[str, list[str]]]:
-    found: dict[str, dict[str, list[str]]] = {}
+    table: dict[str, dict[str, list[str]]] = {}
     for row in SAME.strip().splitlines():
         answer, *cells = (cell.strip() for cell in row.split("|"))
-        names = found.setdefault(answer, {trainer: [] for trainer in TRAINERS})
+        names = table.setdefault(answer, {trainer: [] for trainer in TRAINERS})
         for trainer, cell in zip(TRAINERS, cells, strict=False):
             names[trainer] += cell.split()
-    return found
+    return table
 
 
 NAMES = _names_by_answer()  # {"training.lr": {"TRL": ["learning_rate"], ...}, ...}

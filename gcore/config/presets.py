@@ -10,24 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gdpo",
-    "opo",
-    "gpg",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "ppo",
-]
 OVERLONG_SHARE = 5  # DAPO: a buffer of 4,096 for responses of 20,480 tokens
 
 
@@ -90,12 +74,15 @@ ALGORITHMS: dict[str, Entry] = {
         _keys("gae", "ppo", "token_mean", kl=(0.02, "k1", "reward"), gamma=1.0, gae_lambda=0.95),
     ),
 }
-PRESETS: dict[str, Mapping[str, Any]] = {name: entry.keys for name, entry in ALGORITHMS.items()}
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[tuple(ALGORITHMS)]
 
 
 def preset_values(preset: str, max_response_length: int) -> dict[str, dict[str, Any]]:
     """The keys that a preset sets, by section: {"algorithm": {...}, "sampling": {...}}."""
-    algorithm = dict(PRESETS[preset])
+    algorithm = dict(ALGORITHMS[preset].keys)
     if preset != "dapo":
         return {"algorithm": algorithm}
     algorithm["overlong"] = {"buffer": max_response_length // OVERLONG_SHARE, **algorithm["overlong"]}
@@ -105,7 +92,7 @@ def preset_values(preset: str, max_response_length: int) -> dict[str, dict[str, 
 def implied_by_preset(tree: Mapping[str, Any], max_response_length: int) -> Mapping[str, Any]:
     """What the preset of a parsed recipe sets. `max_response_length`: if the recipe does not say it."""
     match tree:
-        case {"algorithm": {"preset": str() as preset}} if preset in PRESETS:
+        case {"algorithm": {"preset": str() as preset}} if preset in ALGORITHMS:
             match tree:
                 case {"generation": {"max_response_length": int() as length}}:
                     return preset_values(preset, length)

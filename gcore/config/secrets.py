@@ -135,10 +135,10 @@ def _without(text: str, to: To, known: list[str] | None = None) -> str:
     for secret in known or ():
         text = text.replace(secret, to(secret))
     if any(mark in text for mark in MARKS):
-        text = FORMS.sub(lambda found: to(found[0]), text)
-        text = USER.sub(lambda found: (to(found[1] or ""), to(found[0]))[1], text)
+        text = FORMS.sub(lambda match: to(match[0]), text)
+        text = USER.sub(lambda match: (to(match[1] or ""), to(match[0]))[1], text)
     if "=" in text and ("?" in text or "&" in text):
-        text = PARAMETER.sub(lambda found: f"{found[1]}={to(found[2])}" if _in_url(found[1]) else found[0], text)
+        text = PARAMETER.sub(lambda match: f"{match[1]}={to(match[2])}" if _in_url(match[1]) else match[0], text)
     return text
 
 
