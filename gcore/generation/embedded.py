@@ -19,7 +19,6 @@ on GPUs, the last bits depend on the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from gcore.content.families import FAMILIES
 from gcore.content.tokens import compact_experts, tokens_of
 from gcore.generation.cache import RowCache
 from gcore.generation.decoding import FusedDecoder, SamplingRows, sample
-from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
+from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState
@@ -63,11 +62,9 @@ def make_engine(spec: EngineSpec) -> SteppedEngine:
     return SteppedEngine(backend, spec.open_tracer(), spec.serving.min_step_s)
 
 
-class EmbeddedBackend:
-    """Implements DecodeBackend. `fused=False`: decode with the forward pass of transformers, as for models outside
-    the families of decoder.py."""
-
-    compute_lock: AbstractContextManager[Any] = nullcontext()
+class EmbeddedBackend(DecodeBackend):
+    """`fused=False`: decode with the forward pass of transformers, as for models outside the families of
+    decoding.py."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class EmbeddedBackend:
     ) -> None:
         self._model, self._threads, self._device = model, threads, model.device
         self._traits = traits_of(model.config)
-        self._max_rows, self._max_length = max_concurrent, max_length
+        self.max_concurrent, self._max_length = max_concurrent, max_length
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self._cache = RowCache(self._num_layers)
         self.jobs: list[Job] = []  # jobs[i] has row i of the cache
@@ -109,7 +106,7 @@ class EmbeddedBackend:
     # ---- weights and memory ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int, last: bool) -> None:
         for name, tensor in tensors.items():
             self._parameters[name].copy_(tensor)
 
@@ -133,9 +130,6 @@ class EmbeddedBackend:
     def check(self, request: Request) -> None:
         row = FAMILIES.get(self._model.config.model_type)
         check_request(request, self._max_length, self._vocabulary, row.kinds if row else (), scores=True)
-
-    def room(self, waiting: int) -> int:
-        return min(self._max_rows - len(self.jobs), waiting)
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
@@ -265,8 +259,8 @@ class EmbeddedBackend:
                 job.candidates.append(candidates[i])
             if experts is not None and job.request.params.keep_experts:
                 job.experts.append(experts[i : i + 1])
-            if token in job.request.params.stop_tokens or len(job.tokens) == job.request.params.max_tokens:
-                ended.append((job, job.finish))
+            if (finish := job.finish) is not None:
+                ended.append((job, finish))
         self.remove([job for job, _ in ended])
         return Step(n, ended)
 
@@ -306,9 +300,6 @@ class EmbeddedBackend:
             logits = self._traits.scaled(head(padded).float())[: len(steps)] / (request.params.temperature or 1.0)
             scores.append(torch.log_softmax(logits, -1).gather(-1, steps[:, None])[:, 0].cpu().numpy())
         return scores
-
-    def flush_steps(self) -> Iterable[Step]:
-        return ()
 
     @torch.inference_mode()
     def remove(self, jobs: Collection[Job]) -> None:
