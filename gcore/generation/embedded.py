@@ -116,14 +116,12 @@ class EmbeddedBackend(DecodeBackend):
         return ()
 
     def free(self, level: int) -> float:
+        """The cache grows again with the first request."""
         freed = self._cache.nbytes
         self._cache = RowCache(self._num_layers)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes
         return freed / GIB
-
-    def allocate(self, tags: Sequence[str]) -> float:
-        return 0.0  # the cache grows again with the first request
 
     # ---- requests -------------------------------------------------------------------------------------------------
 

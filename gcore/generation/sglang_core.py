@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gcore.config.engines import DEFAULT_ENGINE
 from gcore.generation.decoding import SamplingRows, sample
 from gcore.generation.sleep import GIB
 from gcore.generation.spec import LibraryOptions
@@ -101,8 +102,8 @@ def _front_class(child: Child, processes: list[Any]) -> Any:
     try:
         from sglang.srt.entrypoints.engine import Engine
     except (ImportError, RuntimeError, OSError) as error:
-        message = f"generation.engine: sglang cannot be imported ({error}); see docs/engines.md, or use embedded"
-        raise UserError(message) from error
+        message = f"sglang cannot be imported ({error}); see docs/engines.md, or use {DEFAULT_ENGINE}"
+        raise UserError(f"generation.engine: {message}") from error
 
     class Front(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(child)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from gcore.config.engines import engines_taking
 from gcore.content.tokens import tokens_of
 from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.noise import noise_key
@@ -117,7 +118,7 @@ class VllmBackend(DecodeBackend):
         if tokens_of(request.content).step_media or any(medium.kind != "image" for medium in media):
             raise UserError(
                 "an engine request has a video or an image after the prompt; vLLM gets only images of prompts here "
-                "(key: generation.engine=embedded)"
+                f"(key: generation.engine={engines_taking('video')})"
             )
         if (request.params.top_k or request.params.top_p < 1) and not self.can_truncate:
             raise UserError(
