@@ -10,14 +10,14 @@ model and the batch, and nothing else. Weights change only between two steps, so
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -44,7 +44,7 @@ class Job:
     request: Request
     ticket: str
     arrival: int
-    future: asyncio.Future[Completion]  # belongs to the caller's event loop
+    future: Future[Completion]
     name: str = ""  # request id in vLLM or SGLang
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -186,7 +186,7 @@ class SteppedEngine:
         self._changed = threading.Condition()  # guards the next three and the two states below
         self._queue: list[Job] = []  # heap of the jobs that are not in the batch yet
         self._to_score: list[Job] = []  # they generate nothing
-        self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._failure: BaseException | None = None
         self._closed = False
         self._admitting = list[Job]()
@@ -203,8 +203,7 @@ class SteppedEngine:
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
             self.backend.check(request)
-        loop = asyncio.get_running_loop()
-        jobs = [self._make_job(request, ticket, next(self._arrivals), loop.create_future()) for request in requests]
+        jobs = [self._make_job(request, ticket, next(self._arrivals), Future()) for request in requests]
         with self._changed:
             self._check_running()
             for job in jobs:
@@ -213,7 +212,7 @@ class SteppedEngine:
                 else:
                     self._to_score.append(job)
             self._changed.notify()
-        return list(await asyncio.gather(*(job.future for job in jobs)))
+        return list(await asyncio.gather(*(asyncio.wrap_future(job.future) for job in jobs)))
 
     async def abort(self, ticket: str) -> None:
         if not (self._failure or self._closed):  # else nothing is in progress
@@ -245,12 +244,12 @@ class SteppedEngine:
         self._thread.join(timeout=30)
 
     async def _command(self, work: Callable[[], T]) -> T:
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        done: Future[T] = Future()
         with self._changed:
             self._check_running()
             self._commands.append((work, done))
             self._changed.notify()
-        return await done
+        return await asyncio.wrap_future(done)
 
     def _check_running(self) -> None:
         if self._failure or self._closed:
@@ -281,8 +280,9 @@ class SteppedEngine:
                 jobs = [*self.backend.jobs, *self._admitting, *self._take_waiting()]
                 pending = [*(job.future for job in jobs), *(done for _, done in self._commands)]
                 self._commands.clear()
-            failed = f"the engine failed: {type(error).__name__}: {error}"
-            _post((future, error if isinstance(error, UserError) else RuntimeError(failed)) for future in pending)
+            failed = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
+            for future in pending:
+                _resolve(future, error if isinstance(error, UserError) else failed)
             try:
                 with self.backend.compute_lock:
                     self.backend.close()
@@ -312,9 +312,9 @@ class SteppedEngine:
             command, done = self._commands.popleft()
             try:
                 with self.backend.compute_lock:
-                    _post([(done, command())])
+                    _resolve(done, command())
             except Exception as error:
-                _post([(done, error)])
+                _resolve(done, error)
 
     def _score(self) -> None:
         """The requests of all callers that wait are computed together. An error is that of all of them."""
@@ -328,15 +328,13 @@ class SteppedEngine:
                 with self._tracer.span("score", requests=len(jobs)):
                     scores = self.backend.score([job.request for job in jobs])
             except Exception as error:
-                _post((job.future, error) for job in jobs)
+                for job in jobs:
+                    _resolve(job.future, error)
                 return
             self._busy_s += time.perf_counter() - started
-        _post((job.future, self._scored(scores_S)) for job, scores_S in zip(jobs, scores, strict=True))
-
-    def _scored(self, logprobs_S: Floats) -> Completion:
-        """Nothing is generated: these are of the steps that the request has."""
-        versions_S = np.full(len(logprobs_S), self.version, np.int32)
-        return Completion(Tokens.steps(NO_TOKENS), logprobs_S, versions_S, "length")
+        for job, logprobs_S in zip(jobs, scores, strict=True):
+            versions_S = np.full(len(logprobs_S), self.version, np.int32)
+            _resolve(job.future, Completion(Tokens.steps(NO_TOKENS), logprobs_S, versions_S, "length"))
 
     def _decode(self) -> None:
         """Step until there is nothing to decode, or a command or a request to score arrives."""
@@ -368,7 +366,8 @@ class SteppedEngine:
         self._deliver(step.ended)
 
     def _deliver(self, ended: Iterable[Ended]) -> None:
-        _post((job.future, end if isinstance(end, Exception) else job.completion(end)) for job, end in ended)
+        for job, end in ended:
+            _resolve(job.future, end if isinstance(end, Exception) else job.completion(end))
 
     def _flush_steps(self) -> None:
         for step in self.backend.flush_steps():
@@ -428,23 +427,9 @@ class SteppedEngine:
         return MemoryChange(time.perf_counter() - started, gigabytes)
 
 
-# ---- answers to callers, which are on event loops of other threads --------------------------------------------------
-
-
-def _post(answers: Iterable[tuple[asyncio.Future[Any], object]]) -> None:
-    """Set values or exceptions, with one callback per event loop."""
-    by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], object]]](list)
-    for future, result in answers:
-        by_loop[future.get_loop()].append((future, result))
-    for loop, group in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(_resolve, group)
-
-
-def _resolve(answers: Iterable[tuple[asyncio.Future[Any], object]]) -> None:
-    for future, result in answers:
-        if future.done():  # the caller was cancelled
-            continue
+def _resolve(future: Future[Any], result: object) -> None:
+    """Set a value or an exception."""
+    with suppress(InvalidStateError):  # the caller was cancelled
         if isinstance(result, BaseException):
             future.set_exception(result)
         else:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from gcore.config.engines import DEFAULT_ENGINE
-from gcore.generation.decoding import SamplingRows, sample
+from gcore.generation.decoding import RowTable, sample
 from gcore.generation.sleep import GIB
 from gcore.generation.spec import LibraryOptions
 from gcore.types import UserError
@@ -285,7 +285,7 @@ def _sample_as_embedded() -> None:
     def sample_rows(self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, plain: bool) -> Any:
         if plain and info.sampling_seed is None:
             return draw(self, probs, info, positions, plain)
-        n, rows = len(probs), SamplingRows(len(probs))
+        n, rows = len(probs), RowTable(len(probs))
         top_k = info.top_ks.cpu().numpy()
         rows.top_k[:], rows.top_p[:] = np.where(top_k < probs.shape[-1], top_k, 0), info.top_ps.cpu().numpy()
         if info.sampling_seed is None:

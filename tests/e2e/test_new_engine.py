@@ -15,7 +15,7 @@ ENGINE = '''
 
 import torch
 
-from gcore.generation.decoding import SamplingRows, sample
+from gcore.generation.decoding import RowTable, sample
 from gcore.generation.engine_shell import DecodeBackend, Step, SteppedEngine
 from gcore.generation.request_check import check_request
 from gcore.generation.sleep import SleepState
@@ -49,7 +49,7 @@ class Naive(DecodeBackend):
     def step(self):
         for job in self.jobs:
             logits = self.network(torch.tensor([[*job.content.tokens_T.tolist(), *job.tokens]])).logits[:, -1]
-            row = SamplingRows(1)
+            row = RowTable(1)
             row.put(0, job.request)
             row.position += job.num_steps
             tokens, logprobs, _ = sample(logits, row)
