@@ -53,7 +53,7 @@ def write_file(path: Path, contents: Iterable[Any]) -> FileEntry:
     """Write a file to disk and read it again. The checksum is that of the bytes in memory. OSError if they differ."""
     faults.reach("file")
     digest, size = hashlib.sha256(), 0
-    with open(path, "wb", buffering=0) as file:
+    with open(path, "xb", buffering=0) as file:  # x: in a new folder, and no link is followed
         for content in contents:
             view = memoryview(content).cast("B")
             digest.update(view)

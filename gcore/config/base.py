@@ -16,8 +16,10 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]  # clocks overflow above 9e9
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger one
+
+LARGEST = 1e30  # float32 ends at 3e38, and numbers are multiplied
 
 
 def _folder_name(name: str) -> str:
@@ -59,6 +61,13 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="after")
+    def _fits_float32(self) -> Self:
+        for name, value in self:
+            if isinstance(value, float) and abs(value) > LARGEST:
+                raise ValueError(f"{name}={value:g}; expected a number of at most {LARGEST:g}")
+        return self
 
 
 class BuildVision(Section):

@@ -142,9 +142,8 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "samples": len(scored),
         "groups": len(collected.groups),
         "reward": exact_sum(rewards),
-        "rewards": np.asarray(rewards),  # for the histograms: 12 bytes per sample
+        "rewards": np.asarray(rewards),  # for the spread and the histograms: 12 bytes per sample
         "lengths": np.asarray(lengths, np.int32),
-        "reward_squares": exact_sum(r * r for r in rewards),
         "no_spread": sum(len({s.reward for s in group}) == 1 for group in collected.groups),
         "tokens": sum(lengths),
         "tokens_eligible": collected.tokens_passed + aborted[0],
@@ -180,10 +179,11 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
 
     samples = max(total("samples"), 1.0)
     mean = total("reward") / samples
+    rewards = np.sort(np.concatenate([part["rewards"] for part in gathered]))  # the same for any number of controllers
     row: dict[str, Any] = {
         "reward/mean": mean if total("samples") else None,
         "reward/mean_drawn": total("reward_drawn") / max(total("samples_drawn"), 1.0),
-        "reward/std": float(np.sqrt(max(total("reward_squares") / samples - mean**2, 0.0))),
+        "reward/std": float(rewards.std()) if len(rewards) else 0.0,
         "reward/zero_spread_frac": total("no_spread") / max(total("groups"), 1.0),
         "reward/errors": _sum_counts(gathered, "dropped").get(REWARD_ERROR, 0),
         **{f"reward/{name}": count for name, count in sorted(_sum_counts(gathered, "counts").items())},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from gcore import __version__
@@ -20,8 +21,8 @@ from gcore.types import UserError
 
 WRITTEN = (  # by a run, beside checkpoints
     *("config.yaml", "metrics.jsonl", "events.jsonl", "placement.jsonl", "trackers.json"),
-    *("trace.json", "report.html", "samples.html", "reward.png", "reward.tmp.png"),
-    *("trace", "logs", "samples", "tensorboard", "bad_batches", "latents", "media", "hf", "eval", "saving"),
+    *("trace.json", "report.html", "samples.html", "reward.png", "tensorboard", "tensorboard/warm_start"),
+    *("trace", "logs", "samples", "bad_batches", "latents", "media", "hf", "eval", "saving"),
 )
 
 
@@ -61,9 +62,13 @@ def open_evaluation_folder(config: Config) -> Config:
     if not can_write:
         return config
     name = "start" if run.resume in ("auto", "never") else Path(run.resume).name
+    refuse_links(run.folder, ["eval"])
     config = config.model_copy(update={"run": run.model_copy(update={"dir": str(run.folder / "eval"), "name": name})})
-    config.run.folder.mkdir(parents=True, exist_ok=True)
-    write_private(config.run.folder / "config.yaml", dump_config(config))
+    try:
+        config.run.folder.mkdir(parents=True, exist_ok=True)
+        write_private(config.run.folder / "config.yaml", dump_config(config))
+    except OSError as error:
+        raise UserError(f"{config.run.folder}: cannot write to it: {error.strerror or error}") from None
     return config
 
 
@@ -78,12 +83,13 @@ def set_aside(folder: Path) -> Path:
         raise UserError(f"run.dir: cannot rename {folder} to {aside}: {error.strerror or error}") from None
 
 
-def refuse_links(folder: Path) -> None:
+def refuse_links(folder: Path, written: Sequence[str] = WRITTEN) -> None:
     """UserError if a file or folder that a run writes is a symbolic link: to append, to cut back or to delete would
-    change what it points to."""
-    for name in (name for written in WRITTEN for name in (written, f"{written}.tmp")):
+    change what it points to. Of TensorBoard each run makes new files, so that others may be linked there."""
+    for name in written:
         path = folder / name
-        inside = path.rglob("*") if name != "tensorboard" and path.is_dir() and not path.is_symlink() else ()
+        walked = not name.startswith("tensorboard") and path.is_dir() and not path.is_symlink()
+        inside = path.rglob("*") if walked else ()
         for link in (one for one in (path, *inside) if one.is_symlink()):
             raise UserError(
                 f"{link}: got a symbolic link to {os.readlink(link)}; expected a file or folder of this run, which "

@@ -70,6 +70,12 @@ class ComputeRank:
         self._writer = BackgroundWriter(rank, self.backend.device, config.checkpoint.asynchronous)
         self._about = dict[str, bytes]()
         self.trained = {name: Trained() for name in trained}
+        for name in trained:
+            if not self._pool.submit(self.backend.is_finite, name).result():
+                raise UserError(
+                    f"the weights of the {name} are NaN or infinite before the first update; expected a model with "
+                    "finite ones (key: model.path)"
+                )
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """In the compute thread, after the copy of a snapshot: every function may change or move what is copied. Even
