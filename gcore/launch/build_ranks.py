@@ -53,16 +53,19 @@ def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> Critic:
     arm_faults(config, name, rendezvous)
     quiet()
     check_shared_folder(config.run.folder, plan.nodes)
-    from gcore.launch.build_backend import build_critic_backend
     from gcore.launch.gpu_memory import plan_critic_memory
     from gcore.models.networks import pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
+    from gcore.training.critic import new_critic
     from gcore.training.critic_rank import CriticRank
+    from gcore.training.fsdp import FsdpBackend
 
     device, gpu_bytes = _join(config, rendezvous)
     config, dtype = plan_critic_memory(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
-    make = partial(build_critic_backend, config, plan, device, dtype, load_tokenizer(config.model))
+    longest = config.data.max_prompt_length + config.generation.max_response_length
+    critic = new_critic(config, load_tokenizer(config.model), longest)
+    make = partial(FsdpBackend, config, {"critic": critic}, device, dtype, plan.critic_shard)
     return CriticRank(config, make, rendezvous.rank, plan.critic_threads, Tracer(trace_folder(config), name))
 
 
