@@ -37,7 +37,7 @@ from gcore.preparation.samples import meta_of  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.gloo import join  # noqa: E402
 from gcore.training.backend import NewNetwork  # noqa: E402
-from gcore.training.fsdp import FsdpBackend  # noqa: E402
+from gcore.training.fsdp import FsdpBackend, FsdpNetwork  # noqa: E402
 from gcore.training.rank import TrainerRank  # noqa: E402
 from gcore.types import Sample, TrainBatch  # noqa: E402
 
@@ -162,8 +162,9 @@ def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> 
 
 
 def policy_of(trainer: TrainerRank) -> Any:
-    assert isinstance(trainer.backend, FsdpBackend)
-    return trainer.backend.networks["policy"].model
+    policy = trainer.backend.networks["policy"]
+    assert isinstance(policy, FsdpNetwork)
+    return policy.model
 
 
 def with_advantages(batch: TrainBatch, samples: list[Sample]) -> TrainBatch:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gcore.config.base import Count, Model, NonNegative, Section
 
-if TYPE_CHECKING:
-    pass
-
 
 class StoredModel(Model):
-    build: None = None
-    """Not for the critic: it starts from a folder, or as a copy of the policy."""
+    @model_validator(mode="after")
+    def _check_stored(self) -> Self:
+        """The critic starts from a folder, or as a copy of the policy."""
+        if self.build is not None:
+            raise ValueError("critic.model.build: expected critic.model.path, or no critic.model: a copy of the policy")
+        return self
 
 
 class Critic(Section):

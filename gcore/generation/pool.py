@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from gcore.clients import EngineClient, ScorerClient
 from gcore.generation.routing import Router, limits_of, own_replicas, shared_limit
@@ -36,15 +36,7 @@ RECALL_S = 1.0  # an abort may overtake its own requests: it is repeated until t
 MAX_CALLS = 2048  # whose response lengths are held between two reports
 
 
-class RoleClient(Protocol):
-    """The part of any role's client (gcore/clients.py) that a pool uses."""
-
-    @property
-    def name(self) -> str: ...
-    async def stats(self) -> object: ...
-
-
-R = TypeVar("R", bound=RoleClient)
+R = TypeVar("R", EngineClient, ScorerClient)
 T = TypeVar("T")
 
 
@@ -63,7 +55,8 @@ class ClientPool(Generic[R]):
     """Replicas of any role. Implements protocols.ReplicaPool. `router`: None if this pool is the only one."""
 
     def __init__(self, replicas: Sequence[R], router: Router | None = None) -> None:
-        self.replicas, self._router = replicas, router or Router(len(replicas))
+        self.replicas: Sequence[R] = replicas
+        self._router = router or Router(len(replicas))
         self._closed: list[set[Reason]] = [set() for _ in replicas]
         self._idle = [asyncio.Event() for _ in replicas]  # set when no request of this pool is there
         self._waiting: list[tuple[int, int, QueueEntry, asyncio.Future[int]]] = []  # heap; cancelled entries too
@@ -406,7 +399,7 @@ def _with_finish(request: Request, piece: Completion) -> Completion:
     return piece if finish is None else replace(piece, finish=finish)
 
 
-async def _responds(replica: RoleClient, timeout_s: float) -> bool | None:
+async def _responds(replica: EngineClient | ScorerClient, timeout_s: float) -> bool | None:
     try:
         async with asyncio.timeout(timeout_s):
             await replica.stats()

@@ -152,9 +152,9 @@ class FsdpBackend(Backend):
         self._offload = "none" if offload == "auto" else offload  # on GPUs, launch/build.py has decided
         compiles = device.type == "cuda" if compiles == "auto" else compiles
         self._compute = Compute(device, dtype, compiles, tensor, config.training.context_attention)
-        self.networks[self._first] = first = self._make(self._first)
+        self.networks[self._first] = self._make(self._first)
         for power in range(1, context.bit_length()):
-            first.model.check_sharing(2**power)
+            self._trained(self._first).model.check_sharing(2**power)
 
     # ---- networks -------------------------------------------------------------------------------------------------
 

@@ -109,14 +109,9 @@ class _TokenLogprobs(torch.autograd.Function):
             allowed = head.allowed(weight_VD, part, candidates)
             targets = targets_S[part] - head.first
             here = (targets >= 0) & (targets < len(weight_VD))
-            numbers = score(
-                hidden_SD[part] @ weight_VD.t(),
-                targets.clamp(0, len(weight_VD) - 1),
-                temperature_S[part],
-                allowed,
-                *head.scaling,
-            )
-            parts.append(numbers if head.group is None else _joined(*numbers, here, head.group))
+            raw, targets = hidden_SD[part] @ weight_VD.t(), targets.clamp(0, len(weight_VD) - 1)
+            numbers: tuple[Tensor, Tensor, Tensor] = score(raw, targets, temperature_S[part], allowed, *head.scaling)
+            parts.append(numbers if head.group is None else _joined(numbers, here, head.group))
         chosen_S, mean_S, logsumexp_S = (torch.cat(column) for column in zip(*parts, strict=True))
         entropy_S = logsumexp_S - mean_S
         ctx.save_for_backward(hidden_SD, weight_VD, targets_S, temperature_S, logsumexp_S, entropy_S)
@@ -180,10 +175,9 @@ def _score(
     return chosen_S, ((logits - logsumexp_S[:, None]).exp() * logits).sum(-1), logsumexp_S
 
 
-def _joined(
-    chosen_S: Tensor, mean_S: Tensor, logsumexp_S: Tensor, here_S: Tensor, group: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _joined(numbers: tuple[Tensor, Tensor, Tensor], here_S: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The numbers of all tokens, from those of each rank's tokens. `here_S`: whether the target is one of them."""
+    chosen_S, mean_S, logsumexp_S = numbers
     largest_S = logsumexp_S.clone()
     dist.all_reduce(largest_S, dist.ReduceOp.MAX, group=group)
     share_S = (logsumexp_S - largest_S).double().exp()

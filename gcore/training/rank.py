@@ -30,10 +30,11 @@ from gcore.observe.trace import Tracer
 from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
 from gcore.threads import use_threads
 from gcore.training import bad_batches, objective, preference
-from gcore.training.backend import Backend, NetworkName, Snapshot, TrainedName
+from gcore.training.backend import Backend, Snapshot
 from gcore.training.coefficients import Coefficients, next_entropy_coef, next_kl_coef
 from gcore.training.objective import ENTROPY, KL, UPDATE_KL, ColumnName, Objective, StepData
 from gcore.training.schedule import learning_rate
+from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_advantages import Ranks, explained_variance, step_targets
 from gcore.types import Floats, Key, MicroBatch, MiniBatch, Sample, TrainBatch, UserError, Written
 from gcore.weights.publisher import WeightPublisher
@@ -427,11 +428,11 @@ class TrainerRank(ComputeRank):
     def _weight_plan(self) -> WeightPlan:
         parameters = self.backend.weights()
         exact = self._exact_publisher.plan(parameters).num_buckets
-        return dataclasses.replace(self._publisher.plan(parameters), exact_buckets=exact)
+        return dataclasses.replace(self._publisher.plan(parameters), critic_buckets=exact)
 
     def _weight_bucket(self, index: int, receivers: Receivers) -> Weights:
         parameters = self.backend.weights()
-        publisher = self._exact_publisher if receivers.exact else self._publisher
+        publisher = self._exact_publisher if receivers.are_critics else self._publisher
         bucket = publisher.bucket(parameters, index, receivers)
         if index == publisher.plan(parameters).num_buckets - 1:
             self.backend.free_memory(weights=True)

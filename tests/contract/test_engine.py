@@ -27,7 +27,7 @@ from gcore.config.base import BuildModel, Model
 from gcore.content.tokens import Tokens
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, log_normal
-from gcore.generation import sampling
+from gcore.generation import decoding
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import Step, SteppedEngine
 from gcore.generation.noise import noise_key
@@ -516,12 +516,12 @@ def test_the_distribution_is_the_one_asked_for(make, networks, params):
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 1 - 2.0**-53])
 def test_extreme_noise_never_leaves_the_allowed_tokens(monkeypatch, noise):
-    monkeypatch.setattr(sampling, "uniforms", lambda keys, positions: np.full(len(keys), noise))
+    monkeypatch.setattr(decoding, "uniforms", lambda keys, positions: np.full(len(keys), noise))
     logits = torch.tensor([[1.0, 5.0, 4.9, 0.5], [-200.0, 1.0, 1.0, -200.0], [0.1, 0.2, 0.3, 0.4]])
-    rows = sampling.SamplingRows(3)
+    rows = decoding.SamplingRows(3)
     for i, request in enumerate([ask(prompt(1), top_k=2), ask(prompt(1)), ask(prompt(1))]):
         rows.put(i, request)
-    tokens, *_ = sampling.sample(logits, rows)
+    tokens, *_ = decoding.sample(logits, rows)
     low, middle, high = [1, 1, 0], [1, 2, 2], [2, 2, 3]  # an interval holds its lower end
     assert tokens.tolist() == (low if noise == 0 else middle if noise == 0.5 else high)
 

@@ -314,6 +314,6 @@ def test_image_features_of_datasets(kind, tmp_path):
     _, values = messages_with_media(row, [USER])
     assert np.array_equal(reader().image(values[0].value), pixels)
     with pytest.raises(
-        UserError, match=r"column 'images' holds .*; expected text only, because the model takes no images"
+        UserError, match=r"column 'images' holds .*; expected text only, because the model takes no media"
     ):
         load_rows(Dataset(path=str(path)))

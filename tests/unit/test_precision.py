@@ -104,9 +104,8 @@ def roles(folder: Path) -> dict[str, Any]:
 
 
 def network_in(role: Any) -> Any:
-    if not hasattr(role, "backend"):
-        return role._model
-    return role.backend.networks["policy"].model.network if hasattr(role.backend, "networks") else role.backend._model
+    owner = getattr(role, "backend", role)
+    return owner.networks["policy"].model.network if hasattr(owner, "networks") else owner._model
 
 
 @pytest.mark.parametrize("name", ["engine", "judge", "scorer", "trainer"])
