@@ -1,7 +1,7 @@
 """Transformers models, loaded from a folder or built small from the configuration: the policy, and scalar scorers.
 
 Engines load whole models here. Trainer ranks make the same network without weights (`make_empty`) and read only their
-shards of them (training/loading.py). Training and serving of scorers share this file too: they lay out a batch in the
+shards of them (training/shards.py). Training and serving of scorers share this file too: they lay out a batch in the
 same way.
 """
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SCORE = "score.weight"  # the head of a network with one label instead of the vocabulary: a scorer, a critic
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # suffixes after the layer's name, as in PEFT
 
 

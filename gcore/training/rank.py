@@ -30,10 +30,11 @@ from gcore.observe.trace import Tracer
 from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
 from gcore.threads import use_threads
 from gcore.training import bad_batches, objective, preference
-from gcore.training.backend import Backend, NetworkName, Snapshot, TrainedName
+from gcore.training.backend import Backend, Snapshot
 from gcore.training.coefficients import Coefficients, next_entropy_coef, next_kl_coef
 from gcore.training.objective import ENTROPY, KL, UPDATE_KL, ColumnName, Objective, StepData
 from gcore.training.schedule import learning_rate
+from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_advantages import Ranks, explained_variance, step_targets
 from gcore.types import Floats, Key, MicroBatch, MiniBatch, Sample, TrainBatch, UserError, Written
 from gcore.weights.publisher import WeightPublisher

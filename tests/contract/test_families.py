@@ -175,7 +175,7 @@ def trained(
     """Logprobs of each sample, laid out in these rows, by the trainer's network."""
     batch = MicroBatch(tuple(tuple(samples[i].key for i in row) for row in rows), width)
     packed = to_tensors(batch, {s.key: s for s in samples}, CPU)
-    logprobs_S, _ = policy(*packed.inputs)
+    logprobs_S, _ = policy(packed)
     by_key = {key: logprobs_S[packed.sample_S == i] for i, key in enumerate(packed.keys)}
     return [by_key[s.key] for s in samples]
 
