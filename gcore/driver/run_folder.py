@@ -16,6 +16,7 @@ from gcore.config.load import parse_yaml
 from gcore.config.resume import changes, refusal
 from gcore.config.secrets import hide
 from gcore.driver.heal import RestartBudget
+from gcore.driver.run_lock import writing
 from gcore.launch.preflight import DatasetCheck
 from gcore.types import UserError
 
@@ -40,7 +41,8 @@ def open_folder(config: Config) -> Path:
     if is_new and os.path.lexists(folder):
         memory.close_memory(folder)
         say(config, f"{folder} existed; it was renamed to {set_aside(folder)}")
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)
     if config.checkpoint.memory_every:
         memory.open_memory(folder)
@@ -48,7 +50,8 @@ def open_folder(config: Config) -> Path:
         say(config, f"looking for checkpoints at {hide(url)}")
         if (fetched := Remote(url, config.run.name).fetch(folder)) is not None:
             say(config, f"fetched {fetched.name} from {hide(url)}")
-    write_private(folder / "config.yaml", dump_config(config))
+    with writing(folder):
+        write_private(folder / "config.yaml", dump_config(config))
     return folder
 
 
@@ -64,11 +67,9 @@ def open_evaluation_folder(config: Config) -> Config:
     name = "start" if run.resume in ("auto", "never") else Path(run.resume).name
     refuse_links(run.folder, ["eval"])
     config = config.model_copy(update={"run": run.model_copy(update={"dir": str(run.folder / "eval"), "name": name})})
-    try:
+    with writing(config.run.folder):
         config.run.folder.mkdir(parents=True, exist_ok=True)
         write_private(config.run.folder / "config.yaml", dump_config(config))
-    except OSError as error:
-        raise UserError(f"{config.run.folder}: cannot write to it: {error.strerror or error}") from None
     return config
 
 

@@ -35,6 +35,7 @@ from gcore.observe.trace import Tracer, merge_traces
 from gcore.training import bad_batches
 from gcore.types import UserError
 from tests.e2e.helpers import write_recipe
+from tests.unit.test_full_disk import no_file_above
 
 
 def test_an_older_run_is_renamed_with_a_note(tmp_path, capsys):
@@ -152,6 +153,17 @@ def test_a_damaged_configuration_of_a_run_that_is_continued_is_named(tmp_path, c
     file.mkdir() if content is None else file.write_text(content)
     with pytest.raises(UserError, match=rf"demo/config\.yaml: {message}"):
         pin(config)
+
+
+def test_a_full_disk_at_the_start_is_named(tmp_path, monkeypatch):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo"])
+    with no_file_above(0), pytest.raises(UserError, match=r"runs/demo: cannot write to it: File too large"):
+        open_folder(config)
+    assert not list(config.run.folder.iterdir())
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path / "shm")
+    config = load_config(write_recipe(tmp_path), ["run.name=other", "checkpoint.memory_every=1"])
+    with pytest.raises(UserError, match=r"checkpoint\.memory_every: cannot write to .*shm: No such file"):
+        open_folder(config)
 
 
 def test_an_evaluation_that_cannot_write_says_so(tmp_path):
