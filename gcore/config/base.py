@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from gcore.config.engines import ENGINES, EngineName, EngineTraits
+from gcore.config.engines import DEFAULT_ENGINE, ENGINES, EngineName, EngineTraits
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -251,7 +251,7 @@ class EmulatedDevice(Section):
 class Serving(Section):
     """How a language model is served, as policy or as judge."""
 
-    engine: EngineName = "embedded"
+    engine: EngineName = DEFAULT_ENGINE
     """`embedded`: transformers models in G-Core's own batched engine; `vllm`, `sglang`: vLLM or SGLang, which must be
     installed, see docs/engines.md; `emulated`: random tokens from an emulated device that only sleeps, see
     docs/placement.md."""

@@ -25,7 +25,7 @@ from gcore.observe.links import Link, Reach, link_row
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.samples import SampleLog
 from gcore.observe.values import Row
-from gcore.preparation.advantages import overlong
+from gcore.preparation.advantages import overlong_penalty
 from gcore.preparation.samples import samples_digest
 from gcore.protocols import UpdateStats, add_metrics
 from gcore.types import SampleMeta, Scored, UserError
@@ -165,11 +165,11 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
 
 def overlong_sum(collected: Collected, config: Config) -> dict[str, Fraction]:
     """Sum of the overlong penalties, if algorithm.overlong.buffer is set."""
-    if not config.algorithm.overlong.buffer:
+    overlong, longest = config.algorithm.overlong, config.generation.max_response_length
+    if not overlong.buffer:
         return {}
-    longest = config.generation.max_response_length
-    scored = [s for group in collected.groups for s in group]
-    return {"overlong": exact_sum(overlong(s.rollout, config.algorithm, longest) for s in scored)}
+    lengths = [scored.rollout.num_steps for group in collected.groups for scored in group]
+    return {"overlong": exact_sum(overlong_penalty(length, overlong, longest) for length in lengths)}
 
 
 def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:

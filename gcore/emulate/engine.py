@@ -7,8 +7,8 @@ stops during a prefill; all running requests make one token per step, and a step
 prompt that was prefilled before with the same weights is cached (siblings, repeated verdicts). There is no work between
 events.
 
-Time is that of the event loop. In an ordinary loop, `speedup` emulated seconds pass per second. In a VirtualLoop
-(gcore.simulate) there is no waiting: time jumps to the next event.
+Time is that of the event loop. In an ordinary loop, `speedup` emulated seconds pass per second. In the
+VirtualLoop of bench/virtual_loop.py there is no waiting: time jumps to the next event.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from gcore.config.engines import engines_taking
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.device import RUNNING, Device, DeviceJob
@@ -364,7 +365,7 @@ def _check(request: Request, max_length: int | None) -> None:
     if content.media:
         raise UserError(
             f"an engine request has {len(content.media)} images, expected none: the emulated engine serves only text "
-            "(key: generation.engine=vllm)"
+            f"(key: generation.engine={engines_taking('image')})"
         )
     total = content.size + request.params.max_tokens
     if max_length is not None and total > max_length:

@@ -157,7 +157,7 @@ async def _score_all(sources: Sequence[Source], group: Sequence[Rollout]) -> lis
 
 async def _score(source: Source, group: Sequence[Rollout]) -> Score:
     try:
-        return Score(source.name, source.weight, (await source.answer(group, 0)).values)
+        return Score(source.name, source.weight, (await source.answer(group)).values)
     except (BadAnswer, TimedOut, RewardError, UserError) as error:
         trace = "\n".join(getattr(error, "__notes__", ()))
         last = "\n".join(trace.strip().splitlines()[-TRACE_LINES:])

@@ -20,7 +20,7 @@ from gcore.config.judges import ServedJudge
 from gcore.config.load import parse_yaml
 from gcore.config.tree import Config
 from gcore.hub import is_id, model_folder, pin_model
-from gcore.prompts.rows import pin_rows
+from gcore.prompts.stored import pin_rows
 from gcore.types import UserError
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")

@@ -26,6 +26,7 @@ from gcore.checkpoint.remote import Remote
 from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
 from gcore.config.data import Dataset
+from gcore.config.engines import DEFAULT_ENGINE
 from gcore.config.judges import RemoteJudge
 from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
@@ -47,7 +48,6 @@ from gcore.prompts.answers import load_answered
 from gcore.prompts.media import BadMedia
 from gcore.prompts.rows import PROMPTS, check_numbers, load_rows, prompt_of, reward_columns
 from gcore.prompts.source import check_bad_rows, sample_digest, sample_of
-from gcore.prompts.tokenizer import stop_tokens
 from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
@@ -215,7 +215,7 @@ def _packages(config: Config) -> None:
         if traits.packages and importlib.util.find_spec(traits.packages[0]) is None:
             raise UserError(
                 f"{key}.engine={serving.engine}: {traits.library} is not installed (see docs/engines.md), or use "
-                "engine=embedded"
+                f"engine={DEFAULT_ENGINE}"
             )
 
 
@@ -299,7 +299,7 @@ def _sources(config: Config, datasets: Sequence[OpenDataset]) -> None:
     for data in datasets:
         rows_of: dict[frozenset[str], int] = {}  # the first row that has these columns
         for index in data.sample:
-            rows_of.setdefault(reward_columns(data.rows[index], data.spec, data.key), index)
+            rows_of.setdefault(frozenset(reward_columns(data.rows[index], data.spec, data.key)), index)
         for (names, index), source in itertools.product(rows_of.items(), (*functions, *servers)):
             try:
                 source.check(names)
@@ -353,7 +353,7 @@ def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck
         try:
             prompt = templater.prompt(data.rows[index], index, 0)
             if config.trains_on_answers(data.split):
-                templater.answers(data.rows[index], stop_tokens(config.model, kind.tokenizer))
+                templater.answers(data.rows[index])
             if data.split == "train" and config.training.warm_start is not None:
                 templater.demonstration(data.rows[index])
         except BadMedia as error:

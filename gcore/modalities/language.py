@@ -85,8 +85,9 @@ class Language:
         return load_processor(self.config.model, self.tokenizer, self.media_folder, engine=engine)
 
     def templater(self, split: Literal["train", "eval"], eval_set: str = "") -> Templater:
-        scored = self.config.objective == "reward_model"
-        return Templater(self.tokenizer, self.config.data, split, eval_set, self.processor, scored=scored)
+        config, stops = self.config, stop_tokens(self.config.model, self.tokenizer)
+        scored = config.objective == "reward_model"
+        return Templater(self.tokenizer, config.data, split, eval_set, self.processor, stops, scored)
 
     def modalities(self) -> tuple[Modality, Modality]:
         config, generation = self.config, self.config.generation

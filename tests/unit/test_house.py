@@ -54,7 +54,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.spec", "hub", "protocols"),
     ),
     "simulate": ("config", "cost", "emulate.device", "generation.routing", "observe", "placement", "protocols"),
-    "planner": ("cost", "observe"),
+    "planner": ("cost", "observe", "placement"),
     "modalities": (
         *("checkpoint", "config", "content", "cost", "diffusion", "generation", "hub", "models", "prompts"),
         *("protocols", "training", "weights"),

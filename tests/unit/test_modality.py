@@ -267,7 +267,7 @@ class Closeness:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
         await asyncio.sleep(0.001)
         return Answer([-abs(rollout.output - GOAL) for rollout in group])
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.virtual_loop import VirtualLoop
 from gcore.clients import EngineClient, TrainerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.engine_weights import EngineWeights
@@ -33,7 +34,6 @@ from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Costs, View, request_limit
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan
 from gcore.runtime.local import Hub, LocalGroup
-from gcore.simulate import VirtualLoop
 from gcore.types import Request, SamplingParams
 from gcore.weights.transfer import WeightTransfer
 from tests.unit.pools import observe
@@ -365,10 +365,10 @@ def test_the_requests_of_judges_are_limited(size):
     play(world)
     for placer, pools in zip(world.placers, world.pools, strict=True):
         assert placer.monitor.is_measured(JUDGE)
-        limit = pools[JUDGE]._router._own._limit
+        limit = pools[JUDGE]._router._tiers[0].limit
         most = request_limit(placer.monitor.expected(1, 1.0, 1).loads[JUDGE], placer.monitor.costs.speeds[JUDGE])
         assert limit == (most if size == 1 else -(-most // 3)) < 2 * SLOTS
-        assert pools[POLICY]._router._own._limit == shared_limit(SLOTS, size)
+        assert pools[POLICY]._router._tiers[0].limit == shared_limit(SLOTS, size)
 
 
 def test_an_engine_that_wakes_loads_weights_before_it_gets_requests():
