@@ -103,6 +103,10 @@ class Config(Section):
         """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
         return role.device if role.device != "auto" else self.training.device
 
+    def changed(self, section: str, **values: Any) -> Config:
+        """With these values in a section."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     @property
     def has_reference(self) -> bool:
         """The trainer keeps the initial policy."""

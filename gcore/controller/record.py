@@ -148,7 +148,6 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "tokens": sum(lengths),
         "tokens_eligible": collected.tokens_passed + aborted[0],
         "samples_eligible": collected.samples_passed + aborted[1],
-        "prompt_tokens": sum(s.rollout.prompt.content.size for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),
         "reward_drawn": exact_sum(collected.rewards),
@@ -159,7 +158,6 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "age": sum(int((version - s.rollout.versions_S).sum()) for s in scored),
         "max_age": max((version - s.rollout.version for s in scored), default=0),
         "parts": {name: (exact_sum(values), len(values)) for name, values in parts.items()},
-        "stage_s": collected.stage_s,
         "peak_rss_mb": peak_rss_mb(),
     }
 

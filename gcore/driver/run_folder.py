@@ -60,13 +60,12 @@ def open_evaluation_folder(config: Config) -> Config:
     of other checkpoints. Without a run, or in the folder of another user, there is no log."""
     run = config.run
     can_write = run.folder.is_dir() and os.access(run.folder, os.W_OK)
-    changes = {"trace": False, "logs": config.observe.logs and can_write}
-    config = config.model_copy(update={"observe": config.observe.model_copy(update=changes)})
+    config = config.changed("observe", trace=False, logs=config.observe.logs and can_write)
     if not can_write:
         return config
     name = "start" if run.resume in ("auto", "never") else Path(run.resume).name
     refuse_links(run.folder, ["eval"])
-    config = config.model_copy(update={"run": run.model_copy(update={"dir": str(run.folder / "eval"), "name": name})})
+    config = config.changed("run", dir=str(run.folder / "eval"), name=name)
     with writing(config.run.folder):
         config.run.folder.mkdir(parents=True, exist_ok=True)
         write_private(config.run.folder / "config.yaml", dump_config(config))
@@ -146,7 +145,7 @@ class Restarts:
         """The configuration of a restart. Without a checkpoint of its own, the run starts as it did."""
         if all(_identity(saved) in self._others for saved in memory.complete(config.run.folder)):
             return config
-        return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+        return config.changed("run", resume="auto")
 
 
 def _identity(checkpoint: Path) -> tuple[Path, int]:
