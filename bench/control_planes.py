@@ -57,7 +57,7 @@ from gcore.cost.workload import CostModel
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.generation.routing import Router, limits_of, own_replicas
-from gcore.launch.own_algorithm import make_scoring
+from gcore.launch.user_code import make_scoring
 from gcore.preparation.advantages import advantages_of, with_advantages
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import make_samples, meta_of
@@ -226,7 +226,7 @@ class Program:
         virtual: bool,
         rendezvous: Rendezvous,
     ) -> None:
-        from gcore.launch.build import build_group
+        from gcore.launch.build_controller import build_group
         from gcore.prompts.rows import load_rows
         from gcore.prompts.source import PromptSource, Templater
         from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
@@ -251,7 +251,8 @@ class Program:
         # The source and the rewarder have what is called here, not all of what the product's have.
         self.rewarder = cast(Any, LabRewarder(workload, judge_pools, self._hosts, self.meter))
         self.shared = SharedContext(self.config, pool, self.rewarder, LabModality(workload, stops, not virtual))
-        self.dispatcher = Dispatcher(self.config, self.group, pool, self.trainers)
+        self.dispatcher = Dispatcher(self.config, self.group, self.trainers)
+        pool.cost_of = self.dispatcher.cost.of
         keep = spread if workload.rejected else no_filter
         self.collector = Collector(
             self._workflow,

@@ -467,7 +467,7 @@ def kill_rows() -> list[dict[str, Any]]:
 def skewed_step(num_controllers: int, heavy: str, spill: bool) -> tuple[float, float]:
     """Emulated seconds of a step (mean of SKEW_STEPS), and the busiest controller's part of all bytes. In virtual
     time and in this process: only the engines take time."""
-    from gcore.simulate import VirtualLoop
+    from bench.virtual_loop import VirtualLoop
 
     workload = replace(SKEW, heavy=heavy, shares=num_controllers)
     plane = Plane("parallel", num_controllers, spill=spill)

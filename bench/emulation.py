@@ -227,9 +227,9 @@ def _device(speed: Any, lengths: Any, clock: float) -> dict[str, Any]:
 
 async def start_roles(runtime: Any, config: Config, plan: Any) -> tuple[Sequence[Any], dict[str, Sequence[Any]]]:
     """The controllers of a run, and the replicas that serve them, by kind."""
-    from gcore.driver import supervise
+    from gcore.driver.start import Processes
 
-    roles, controllers = await supervise._start(runtime, config, plan, "train")
+    roles, controllers = await Processes(runtime, config, plan).start()
     judges = {f"judge-{name}": clients for name, clients in roles.judges.items()}
     return controllers, {"engine": roles.engines, "trainer": roles.trainers, **judges}
 
@@ -312,7 +312,7 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
         "policy_slots": policy_slots,
         "moves": {
             "emulation": statistics.mean(row.get("placement/moves", 0) for row in real["rows"]),
-            "same": statistics.mean(len(rollout.moves) for rollout in same),
+            "same": statistics.mean(len(rollout.timeline.moves) for rollout in same),
         },
         "controllers": scenario.num_controllers,
         "steps": steps,
@@ -322,7 +322,7 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
         "same_s": statistics.mean(same_s),
         "emulation_idle": 1 - busy_s / (grid.slots * sum(emulated_s)),
         "simulator_idle": own.idle,
-        "same_idle": sum(r.idle * r.seconds for r in same) / sum(same_s),
+        "same_idle": sum(r.timeline.idle * r.seconds for r in same) / sum(same_s),
         "ready_s": real["ready_s"],
         "processes": len(real["memory_mb"]),
         "memory_gb": sum(real["memory_mb"].values()) / 1024,

@@ -286,7 +286,7 @@ def table(rows: list[dict[str, Any]], found: dict[str, list[Rollout]]) -> dict[s
         result[name] = {
             "rollout_s": statistics.fmean(seconds),
             "steps": seconds,
-            "idle": statistics.fmean(r.idle for r in rollouts[1:]),
+            "idle": statistics.fmean(r.timeline.idle for r in rollouts[1:]),
         }
     whole = result["run"]["rollout_s"]
     print(f"\n{'':<12}{'rollout s':>10}{'against run':>13}{'idle':>8}   each step")

@@ -41,12 +41,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.virtual_loop import VirtualLoop  # noqa: E402
 from bench.workflow import HERE, make_collector, make_config, make_source  # noqa: E402
 from gcore.cost.replica_speed import ReplicaSpeed  # noqa: E402
 from gcore.emulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
-from gcore.simulate import VirtualLoop  # noqa: E402
 
 CONTROLLERS = 4
 VARIANTS: dict[str, dict[str, Any]] = {

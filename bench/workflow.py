@@ -165,7 +165,7 @@ async def rollout(
     """One step of one controller."""
     import psutil
 
-    from gcore.launch.build import load_filter
+    from gcore.launch.user_code import load_filter
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.protocols import Rendezvous
     from gcore.rewarding.functions import FunctionSource
@@ -180,10 +180,12 @@ async def rollout(
     tokenizer = load_tokenizer(config.model)
     sources: list[Any] = [FunctionSource(config.rewards.functions[0], 2, "rewards.functions.0")]
     if workers := spec.get("workers"):
-        from gcore.rewarding.workers import sources_of
+        from gcore.rewarding.workers import WorkerPool
 
-        sources = list(sources_of(config.rewards, workers))
-        await sources[0].pool.start()
+        pool = WorkerPool(config.rewards, workers)
+        sources = list(pool.sources)
+        first = [{"prompts": [""], "completions": [""]}]  # the start of the workers is not measured
+        await asyncio.gather(*(pool.call(pool.sources[0], first, 1) for _ in range(workers)))
     rewarder = WeightedRewarder(sources)
 
     async def workflow(ctx: Any, prompt: Any) -> Any:

@@ -2,32 +2,21 @@
 
     runtime.start_group ──> Handle ──> EngineClient, TrainerClient, ... ──> pools, dispatcher, driver
 
-The methods are those of protocols.Engine, Trainer, Critic and Scorer and of controller/loop.py, so the type checker
-sees every call between processes. Only this file names methods by strings. A client can be sent to another process if
-its Handle can.
+A client has the methods of its role with their signatures (protocols.py), so the type checker sees every call between
+processes. No other file names a method by a string. A client can be sent to another process if its Handle can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from gcore.protocols import (
-    ControllerStatus,
-    EngineStats,
-    Handle,
-    MemoryChange,
-    Metric,
-    Receivers,
-    Ref,
-    ScorerStats,
-    TrainerInfo,
-    UpdateStats,
-    WeightPlan,
-    Weights,
-)
-from gcore.types import Completion, Floats, Ints, Key, Request, Sample, TrainBatch, Written
+from gcore.protocols import Controller, CriticTrainer, Engine, Handle, Rank, Receivers, Ref, Scorer, Trainer, Weights
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,111 +30,58 @@ class Client:
         return self.handle.name
 
 
+class Remote(Generic[P, T]):
+    """A method of a role, called in the role's process. Arguments are positional."""
+
+    def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
+        self.method = method
+
+    def __get__(self, client: Client, _: type[Client]) -> Callable[P, Coroutine[Any, Any, T]]:
+        return partial(client.handle.call, self.method.__name__)
+
+
 class EngineClient(Client):
-    """protocols.Engine behind RPC: an engine of the policy or of a judge."""
+    """Of an engine of the policy or of a judge."""
 
     __slots__ = ()
-
-    async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
-        completions: list[Completion] = await self.handle.call("generate", requests, ticket)
-        return completions
-
-    async def abort(self, ticket: str) -> None:
-        await self.handle.call("abort", ticket)
+    generate = Remote(Engine.generate)
+    abort = Remote(Engine.abort)
+    sleep = Remote(Engine.sleep)
+    wake = Remote(Engine.wake)
+    reset = Remote(Engine.reset)
+    stats = Remote(Engine.stats)
 
     async def load_weights(
         self, version: int, weights: Weights | Ref[Weights], bucket: tuple[int, int] = (0, 1)
     ) -> int:
-        served: int = await self.handle.call("load_weights", version, weights, bucket)
-        return served
-
-    async def sleep(self, level: int) -> MemoryChange:
-        change: MemoryChange = await self.handle.call("sleep", level)
-        return change
-
-    async def wake(self, *tags: str) -> MemoryChange:
-        change: MemoryChange = await self.handle.call("wake", *tags)
-        return change
-
-    async def reset(self) -> None:
-        await self.handle.call("reset")
-
-    async def stats(self) -> EngineStats:
-        stats: EngineStats = await self.handle.call("stats")
-        return stats
+        return await self.handle.call("load_weights", version, weights, bucket)
 
 
 class ScorerClient(Client):
-    """protocols.Scorer behind RPC."""
-
     __slots__ = ()
-
-    async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
-        scores: list[float] = await self.handle.call("score", texts_tokens)
-        return scores
-
-    async def stats(self) -> ScorerStats:
-        stats: ScorerStats = await self.handle.call("stats")
-        return stats
+    score = Remote(Scorer.score)
+    stats = Remote(Scorer.stats)
 
 
 class RankClient(Client):
-    """protocols.Rank behind RPC."""
-
     __slots__ = ()
-
-    async def info(self) -> TrainerInfo:
-        info: TrainerInfo = await self.handle.call("info")
-        return info
-
-    async def begin(self) -> None:
-        await self.handle.call("begin")
-
-    async def push(self, source: int, samples: Sequence[Sample]) -> None:
-        await self.handle.call("push", source, samples)
-
-    async def update(self, batch: TrainBatch) -> UpdateStats:
-        stats: UpdateStats = await self.handle.call("update", batch)
-        return stats
-
-    async def snapshot(self) -> int:
-        num_bytes: int = await self.handle.call("snapshot")
-        return num_bytes
-
-    async def write(self, folder: str) -> Written:
-        written: Written = await self.handle.call("write", folder)
-        return written
-
-    async def abandon(self) -> None:
-        await self.handle.call("abandon")
-
-    async def load(self, folder: str, begun: bool = True) -> None:
-        await self.handle.call("load", folder, begun)
+    info = Remote(Rank.info)
+    begin = Remote(Rank.begin)
+    push = Remote(Rank.push)
+    update = Remote(Rank.update)
+    snapshot = Remote(Rank.snapshot)
+    write = Remote(Rank.write)
+    abandon = Remote(Rank.abandon)
+    load = Remote(Rank.load)
 
 
 class TrainerClient(RankClient):
-    """protocols.Trainer behind RPC: one rank."""
-
     __slots__ = ()
-
-    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
-        kl: Mapping[Key, float] = await self.handle.call("prepare", batch)
-        return kl
-
-    async def penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
-        penalties: Mapping[Key, Floats] = await self.handle.call("penalties", keys)
-        return penalties
-
-    async def take_values(self, values: Mapping[Key, Floats]) -> None:
-        await self.handle.call("take_values", values)
-
-    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]:
-        metrics: Mapping[str, Metric] = await self.handle.call("evaluate", batch)
-        return metrics
-
-    async def weight_plan(self) -> WeightPlan:
-        plan: WeightPlan = await self.handle.call("weight_plan")
-        return plan
+    prepare = Remote(Trainer.prepare)
+    penalties = Remote(Trainer.penalties)
+    take_values = Remote(Trainer.take_values)
+    evaluate = Remote(Trainer.evaluate)
+    weight_plan = Remote(Trainer.weight_plan)
 
     def weight_bucket(self, index: int, receivers: Receivers) -> Ref[Weights]:
         """Starts the call; the bucket stays in the rank's process until an engine reads it."""
@@ -153,60 +89,25 @@ class TrainerClient(RankClient):
 
 
 class CriticClient(RankClient):
-    """protocols.Critic behind RPC: one rank."""
-
     __slots__ = ()
+    prepare = Remote(CriticTrainer.prepare)
+    values = Remote(CriticTrainer.values)
+    take_penalties = Remote(CriticTrainer.take_penalties)
 
     async def load_policy(self, weights: Weights | Ref[Weights]) -> None:
         await self.handle.call("load_policy", weights)
 
-    async def prepare(self, batch: TrainBatch) -> None:
-        await self.handle.call("prepare", batch)
-
-    async def values(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
-        values: Mapping[Key, Floats] = await self.handle.call("values", keys)
-        return values
-
-    async def take_penalties(self, penalties: Mapping[Key, Floats]) -> None:
-        await self.handle.call("take_penalties", penalties)
-
 
 class ControllerClient(Client):
-    """controller/loop.py behind RPC, for the driver."""
+    """For the driver."""
 
     __slots__ = ()
-
-    async def run(self) -> None:
-        await self.handle.call("run")
-
-    async def evaluate(self) -> dict[str, Any]:
-        row: dict[str, Any] = await self.handle.call("evaluate")
-        return row
-
-    async def status(self) -> ControllerStatus:
-        status: ControllerStatus = await self.handle.call("status")
-        return status
-
-    async def mark_dead(self, name: str) -> None:
-        await self.handle.call("mark_dead", name)
-
-    async def begin_restart(self, name: str) -> None:
-        """Only on controller 0."""
-        await self.handle.call("begin_restart", name)
-
-    async def restore(self, name: str) -> bool:
-        """Only on controller 0. False: the replica died again."""
-        restored: bool = await self.handle.call("restore", name)
-        return restored
-
-    async def mark_alive(self, name: str) -> None:
-        await self.handle.call("mark_alive", name)
-
-    async def finished_step(self) -> dict[str, Any]:
-        """Only on controller 0, with run.on_step. Waits for the metrics of the next step."""
-        row: dict[str, Any] = await self.handle.call("finished_step")
-        return row
-
-    async def go_on(self, stop: bool) -> None:
-        """After `finished_step`. `stop`: the run ends."""
-        await self.handle.call("go_on", stop)
+    run = Remote(Controller.run)
+    evaluate = Remote(Controller.evaluate)
+    status = Remote(Controller.status)
+    mark_dead = Remote(Controller.mark_dead)
+    begin_restart = Remote(Controller.begin_restart)
+    restore = Remote(Controller.restore)
+    mark_alive = Remote(Controller.mark_alive)
+    finished_step = Remote(Controller.finished_step)
+    go_on = Remote(Controller.go_on)

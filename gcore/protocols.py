@@ -1,7 +1,7 @@
 """The interfaces between processes, and the small values that they exchange.
 
-driver ──start──> Runtime ──> controllers ──call──> Engine, Scorer, Trainer, Critic  (Handle: a role behind RPC)
-                                  └──all_gather──> controllers                       (Group: metadata only)
+driver ──start──> Runtime ──> Controller ──call──> Engine, Scorer, Trainer, CriticTrainer  (Handle: a role behind RPC)
+                                  └──all_gather──> other controllers                       (Group: metadata only)
 
 A *role* is a kind of process: engine, judge, scorer, trainer, critic, controller. A *replica* is one process of a role.
 Every call between processes is async, and every role has its own event loop. clients.py has a typed client per role.
@@ -80,7 +80,7 @@ class WeightPlan:
 
     num_buckets: int  # more than one, so that no process holds a second copy of all weights
     every_rank: bool  # each rank publishes, to the engines on its GPU; else only rank 0
-    exact_buckets: int = 1  # number of buckets with Receivers.exact
+    critic_buckets: int = 1  # number of buckets if the receivers are critic ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Receivers:
 
     names: tuple[str, ...]
     restarted: bool = False  # some of them are new processes since the last update, or it failed
-    exact: bool = False  # critic ranks instead of engines: in float32, through host memory
+    are_critics: bool = False  # ranks instead of engines: they get float32, through host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +168,11 @@ class Metric:
 
 def add_metrics(*parts: Mapping[str, Metric]) -> dict[str, Metric]:
     """Parts of several micro-batches, updates or ranks, by name."""
-    found: dict[str, Metric] = {}
+    added: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            found[name] = found[name] + metric if name in found else metric
-    return found
+            added[name] = added[name] + metric if name in added else metric
+    return added
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +221,10 @@ class Engine(Protocol):
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         """Completions in the order of the requests. Each one depends only on its request and the weights."""
-        ...
 
     async def abort(self, ticket: str) -> None:
         """Abort the requests of this ticket. Their `generate` returns at once with the steps so far and
         finish="abort". An unknown ticket is ignored."""
-        ...
 
     async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
         """Replace the weights between two decoding steps; later tokens have this `version`.
@@ -235,21 +233,17 @@ class Engine(Protocol):
         Buckets that weights/bucket.py packed are unpacked and their checksums verified. Returns the version that the
         engine serves now.
         """
-        ...
 
     async def sleep(self, level: int) -> MemoryChange:
         """Free GPU memory; refused while requests are in progress. Level 1 keeps the weights in host memory. Level 2
         drops them: load them again after `wake`. Requests queue while the engine sleeps."""
-        ...
 
     async def wake(self, *tags: str) -> MemoryChange:
         """Allocate the memory again: all, or only some of the tags "weights" and "kv_cache"."""
-        ...
 
     async def reset(self) -> None:
         """New controllers take over: abort all requests, wake, and forget an incomplete weight update. The engine then
         waits for whole weights before it decodes."""
-        ...
 
     async def stats(self) -> EngineStats: ...
 
@@ -259,7 +253,6 @@ class Scorer(Protocol):
 
     async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
         """One number per text, in the same order."""
-        ...
 
     async def stats(self) -> ScorerStats: ...
 
@@ -269,17 +262,14 @@ class ReplicaPool(Protocol):
 
     def mark_dead(self, name: str) -> None:
         """Send nothing to the replica until `mark_alive`. Both ignore names that are not in the pool."""
-        ...
 
     def mark_alive(self, name: str) -> None: ...
 
     async def check(self, timeout_s: float) -> dict[str, bool]:
         """Poll every replica. Returns the replicas whose state changed, and whether each one answers now."""
-        ...
 
     def unreachable(self) -> dict[str, str]:
         """Replicas whose last call did not arrive ("dead"), or that do not answer health checks ("suspect")."""
-        ...
 
 
 class Rewarder(Protocol):
@@ -291,19 +281,15 @@ class Rewarder(Protocol):
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         """The weighted sum of all rewards of the recipe. Raises RewardError when a reward could not be computed."""
-        ...
 
     async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
         """One reward of the recipe, unweighted."""
-        ...
 
     async def ask(self, judge: str, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
         """The answer of a generative judge. `key` determines the sampling noise."""
-        ...
 
     def take_counts(self) -> dict[str, int]:
         """Events since the last call: retries, timeouts, verdicts that could not be parsed, ..."""
-        ...
 
     def close(self) -> None: ...
 
@@ -316,19 +302,15 @@ class Rank(Protocol):
 
     async def begin(self) -> None:
         """Start reinforcement learning from the current weights: they are the KL reference; the optimizer is reset."""
-        ...
 
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
         """Store the samples that controller `source` has for this rank."""
-        ...
 
     async def update(self, batch: TrainBatch) -> UpdateStats:
         """One optimizer step per mini-batch. The batch has the advantages of its samples."""
-        ...
 
     async def snapshot(self) -> int:
         """Start to copy the state to host memory; returns its bytes. Calls that would change it wait for the copy."""
-        ...
 
     async def write(self, folder: str) -> Written: ...  # of the snapshot, to files; other calls go on
 
@@ -336,7 +318,6 @@ class Rank(Protocol):
 
     async def load(self, folder: str, begun: bool = True) -> None:
         """Bring the rank to what `write` wrote. `begun`: False for the warm start, which ends with `begin`."""
-        ...
 
 
 class Trainer(Rank, Protocol):
@@ -346,11 +327,9 @@ class Trainer(Rank, Protocol):
     async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
         """Compute logprobs of the policy before the update and of the reference model, if the algorithm needs them.
         Returns the KL of each sample of this rank, if siblings are compared by reward - KL; else an empty mapping."""
-        ...
 
     async def penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
         """After `prepare`, for critic ranks: kl_coef x KL of each step."""
-        ...
 
     async def take_values(self, values: Mapping[Key, Floats]) -> None: ...  # of critic ranks, before `update`
 
@@ -358,25 +337,45 @@ class Trainer(Rank, Protocol):
 
     async def weight_plan(self) -> WeightPlan:
         """The number of buckets, and which ranks publish. It does not change during the run."""
-        ...
 
     async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
         """Bucket `index` of the full weights, packed, if this rank publishes; else empty."""
-        ...
 
 
-class Critic(Rank, Protocol):
+class CriticTrainer(Rank, Protocol):
     """Trains a critic that has ranks of its own (placement.critic). Implementation: training/critic_rank.py."""
 
     async def load_policy(self, weights: Weights) -> None:
         """A bucket of the policy's weights. Before `begin`, if the critic starts as a copy of the policy."""
-        ...
 
     async def prepare(self, batch: TrainBatch) -> None: ...  # computes the values before the update
 
     async def values(self, keys: Sequence[Key]) -> Mapping[Key, Floats]: ...  # after `prepare`: one per step
 
     async def take_penalties(self, penalties: Mapping[Key, Floats]) -> None: ...  # of trainer ranks, before `update`
+
+
+class Controller(Protocol):
+    """Runs the training loop on its share of the prompts; the driver calls it. Implementation: controller/loop.py."""
+
+    async def run(self) -> None: ...  # `gcore train`: until the end of the run
+
+    async def evaluate(self) -> dict[str, Any]: ...  # `gcore eval`: the metrics
+
+    async def status(self) -> ControllerStatus: ...
+
+    async def mark_dead(self, name: str) -> None: ...  # an engine, judge or scorer died
+
+    async def begin_restart(self, name: str) -> None: ...  # only on controller 0; returns when it may be started
+
+    async def restore(self, name: str) -> bool: ...  # only on controller 0, after the restart. False: it died again
+
+    async def mark_alive(self, name: str) -> None: ...
+
+    async def finished_step(self) -> dict[str, Any]:
+        """Only on controller 0, with run.on_step. Waits for the metrics of the next step."""
+
+    async def go_on(self, stop: bool) -> None: ...  # after `finished_step`. `stop`: the run ends
 
 
 class Group(Protocol):
@@ -387,17 +386,14 @@ class Group(Protocol):
 
     async def all_gather(self, name: str, value: Any) -> list[Any]:
         """The values of all members, by rank."""
-        ...
 
     async def reduce(self, name: str, value: T, merge: Callable[[T, T], T]) -> T:
         """One value, merged from those of all members, on every member; cheap for any number of members."""
-        ...
 
     async def barrier(self, name: str) -> None: ...  # returns when all members have called it
 
     def subgroup(self) -> Group:
         """An independent group of the same members. All members must create their subgroups in the same order."""
-        ...
 
 
 class Ref(Protocol[T_co]):
@@ -413,7 +409,6 @@ class Handle(Protocol):
 
     def submit(self, method: str, *args: Any) -> Ref[Any]:
         """Start a call. The result stays in the callee's process until it is awaited or passed to another call."""
-        ...
 
     async def call(self, method: str, *args: Any) -> Any: ...
 
@@ -435,7 +430,6 @@ class Context(Protocol):
 
     async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
         """`n` more responses to the prompt, siblings of the earlier ones."""
-        ...
 
     def serve(self, prompt: Prompt, n: int | None = None) -> Any: ...  # sessions by HTTP: workflows/endpoint.py
 
@@ -443,15 +437,12 @@ class Context(Protocol):
 
     async def proceed(self, rollout: Rollout, feedback: str | Sequence[Message] = "", **params: Any) -> Rollout:
         """Append the feedback of a tool or a judge (masked from the loss), then let the policy continue."""
-        ...
 
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
         """`n` different continuations of the same rollout, each a new sibling."""
-        ...
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         """The weighted sum of all rewards of the recipe."""
-        ...
 
     async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]: ...  # by one reward, unweighted
 

@@ -51,6 +51,16 @@ def find(name: str) -> Path:
     return shipped.find(name)
 
 
+def template_text(value: str, key: str) -> str:
+    """A Jinja template, or the content of the file that `value` names: a template contains a brace."""
+    if "{" in value:
+        return value
+    file = find(value)
+    if not file.is_file():
+        raise UserError(f"{key}: no such file: {file} (expected a path, or a Jinja template)")
+    return file.read_text(encoding="utf-8")
+
+
 def pack(names: Iterable[str]) -> Archive:
     """`names`: files of the recipe; those that are no files here are ignored."""
     members: dict[str, Path] = {}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from gcore.config.algorithm import Algorithm
-from gcore.config.base import Auto, PolicyModel, PositiveInt, Section
+from gcore.config.base import Auto, PolicyModel, PositiveInt, Section, Serving
 from gcore.config.checkpoint import Checkpoint
 from gcore.config.contradictions import check
 from gcore.config.critic import Critic
@@ -25,7 +25,7 @@ from gcore.config.observe import Observe
 from gcore.config.placement import Placement
 from gcore.config.preference import OBJECTIVES, Needs, Objective, Preference, with_pair_filter
 from gcore.config.presets import with_preset
-from gcore.config.rewards import Rewards
+from gcore.config.rewards import Rewards, ScalarReward
 from gcore.config.run import Faults, Run
 from gcore.config.sampling import Sampling
 from gcore.config.training import Training
@@ -93,6 +93,15 @@ class Config(Section):
     def generates(self) -> bool:
         """The run has engines of the policy: for samples, or only to evaluate."""
         return not self.is_offline or (self.data.eval is not None and bool(self.rewards.names))
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt with its response."""
+        return self.data.max_prompt_length + self.generation.max_response_length
+
+    def device_of(self, role: Serving | ScalarReward) -> str:
+        """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
+        return role.device if role.device != "auto" else self.training.device
 
     @property
     def has_reference(self) -> bool:

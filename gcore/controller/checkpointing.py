@@ -85,7 +85,8 @@ class Checkpointer:
         self._background = services.controllers.subgroup()  # for the collectives of saves in flight
         self._folder = services.config.run.folder
         self._source, self._collector, self._dispatcher = source, services.collector, services.dispatcher
-        self._placement, self._trainers_in_use = services.placement, services.weight_resender.trainers_in_use
+        self._placement, self._trainers_in_use = services.placement, services.weights.trainers_in_use
+        self._num_engines = len(services.pool.replicas)
         self._sampled = sample_digest(source.rows)
         self._tree = parse_yaml(dump_config(services.config))  # without secrets
         self._in_flight: asyncio.Task[str] | None = None  # result: why it failed, or ""
@@ -116,13 +117,14 @@ class Checkpointer:
             await self.drain()
             await self._group.barrier(f"save at {position}")  # controller 0 may still send weights to an engine
             # No await between these lines: they must be of the same moment.
-            place, groups = self._collector.place(), [list(group) for group in self._collector.prompts.ready.values()]
+            prompts = self._collector.prompts
+            place, groups = prompts.place(self._collector.rate), [list(group) for group in prompts.ready.values()]
             collector_state = self._collector.saved()
             num_bytes = await self._dispatcher.snapshot()
             gathered = await self._group.all_gather("places in the prompt order", (place, pending_bytes(groups)))
             places = [part[0] for part in gathered]
             num_bytes += sum(part[1] for part in gathered) + MARGIN_BYTES
-            error = await self._begin(folder, position, num_bytes)
+            partial, error = await self._begin(folder, position, num_bytes)
             if error:
                 await asyncio.gather(*(rank.abandon() for rank in self._dispatcher.my_ranks))
                 self._note(error)
@@ -141,10 +143,19 @@ class Checkpointer:
                 **collector_state,
                 **({} if position.warmed is None else {"warm_start": position.warmed}),
             }
-            partial = folder / f"{position.kind}_{position.number}.partial"
+            about = {
+                "kind": position.kind,
+                "step": position.number,
+                "parent": self._parent,
+                "score": score,
+                "topology": {**self._dispatcher.topology, "engines": self._num_engines},
+                "version": __version__,
+                "config": hashlib.sha256(json.dumps(self._tree, sort_keys=True).encode()).hexdigest(),
+                "data": self._source.digest,
+            }
             stall_s = time.perf_counter() - started
-            found = _Save(position, partial, groups, state, self._about(position, score), started, stall_s)
-            self._in_flight = asyncio.create_task(self._finish(found))
+            save = _Save(position, partial, groups, state, about, started, stall_s)
+            self._in_flight = asyncio.create_task(self._finish(save))
             if not self._config.checkpoint.asynchronous:
                 await self.drain()
 
@@ -168,27 +179,16 @@ class Checkpointer:
     def _note(self, error: str) -> None:
         self._status.note(f"checkpoint not written, the run goes on: {error}")
 
-    async def _begin(self, folder: Path, position: RunPosition, num_bytes: int) -> str:
-        """Controller 0 makes the folder. Returns why it cannot, on every controller."""
-        error = ""
+    async def _begin(self, folder: Path, position: RunPosition, num_bytes: int) -> tuple[Path, str]:
+        """Controller 0 makes the folder. Returns it, and why that failed, on every controller."""
+        partial, why = Path(), ""
         if self._group.rank == 0:
             try:
-                await asyncio.to_thread(store.begin, folder, position.number, num_bytes, position.kind)
-            except (OSError, UserError) as found:
-                error = str(found)
-        return str((await self._group.all_gather("checkpoint folder", error))[0])
-
-    def _about(self, position: RunPosition, score: float | None) -> dict[str, Any]:
-        return {
-            "kind": position.kind,
-            "step": position.number,
-            "parent": self._parent,
-            "score": score,
-            "topology": self._dispatcher.topology,
-            "version": __version__,
-            "config": hashlib.sha256(json.dumps(self._tree, sort_keys=True).encode()).hexdigest(),
-            "data": self._source.digest,
-        }
+                partial = await asyncio.to_thread(store.begin, folder, position.number, num_bytes, position.kind)
+            except (OSError, UserError) as error:
+                why = str(error)
+        begun: tuple[Path, str] = (await self._group.all_gather("checkpoint folder", (partial, why)))[0]
+        return begun
 
     # ---- the task -------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class Checkpointer:
         if error:
             self._note(error)
         else:
-            self._parent = f"{save.position.kind}_{save.position.number}"
+            self._parent = save.partial.stem
             self._status.measured(
                 {
                     "checkpoint/stall_s": max(stall_s for stall_s, _ in gathered) + max(w.waited_s for w in written),
@@ -315,18 +315,18 @@ class Checkpointer:
 
     def _check_unchanged(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         """UserError if the resumed run would not be the one that was saved."""
-        found = changes(state["config"], self._tree)
+        changed = changes(state["config"], self._tree)
         if state["prompts"] != len(self._source):
-            found.append(f"data.train now has {len(self._source)} prompts that fit, before {state['prompts']}")
+            changed.append(f"data.train now has {len(self._source)} prompts that fit, before {state['prompts']}")
         elif state["data"] != self._source.digest:
-            found.append("data.train: the content of the prompts, answers or columns")
+            changed.append("data.train: the content of the prompts, answers or columns")
         if state["version"] != __version__:
-            found.append(f"the version of G-Core: {state['version']} -> {__version__}")
-        if not found:
+            changed.append(f"the version of G-Core: {state['version']} -> {__version__}")
+        if not changed:
             return
         if not self._config.run.resume_anyway:
-            raise refusal(checkpoint, found)
-        self._status.note(f"resumed although this changed (run.resume_anyway): {'; '.join(found)}")
+            raise refusal(checkpoint, changed)
+        self._status.note(f"resumed although this changed (run.resume_anyway): {'; '.join(changed)}")
 
     def set_aside_later(self, position: RunPosition) -> None:
         """On controller 0: rename checkpoints after `position`. The resumed run makes these steps again."""

@@ -21,39 +21,20 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from gcore.config.sampling import Sampling, acceptance_rate
 from gcore.config.tree import Config
-from gcore.controller.prompt_ledger import FAILURES, NO_SPREAD, Place, ProgressReport, PromptLedger
-from gcore.controller.run_prompts import Filter, PromptRunner, reason_of, run_workflow
+from gcore.controller.prompt_ledger import FAILURES, NO_SPREAD, Collected, ProgressReport, PromptLedger
+from gcore.controller.run_prompts import Filter, PromptRunner
 from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.curriculum import CurriculumOrder
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
-from gcore.types import Prompt, RewardError, SampleMeta, Scored, UserError, WorkflowError
+from gcore.types import SampleMeta, Scored, UserError
 from gcore.workflows.context import SharedContext, Workflow
 
 EXCHANGE_INTERVAL_S = (0.01, 0.05)  # shortest and longest time between two exchanges
-
-
-@dataclass(slots=True)
-class Collected:
-    """One controller's part of a step: its groups in prompt order, and the counts of its other prompts."""
-
-    groups: list[list[Scored]] = field(default_factory=list)
-    drawn: int = 0  # prompts drawn for the first time
-    dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    pending: int = 0  # prompts drawn, and neither trained on nor dropped yet
-    rewards: list[float] = field(default_factory=list)  # of all finished samples, including dropped groups
-    cause: str | None = None  # message of the first RewardError or WorkflowError on this controller
-    stage_s: dict[str, float] = field(default_factory=dict)  # seconds with at least one prompt in each stage
-    tokens_passed: int = 0  # in groups that passed the filter, trained on or not
-    samples_passed: int = 0
-    failed_globally: int = 0  # failed groups, over all controllers
-    decided_globally: int = 0  # groups kept, dropped or failed, over all controllers
-    measured: dict[str, float] = field(default_factory=dict)  # metrics, the same on all controllers
 
 
 def no_filter(group: list[Scored]) -> tuple[bool, str]:
@@ -63,31 +44,6 @@ def no_filter(group: list[Scored]) -> tuple[bool, str]:
 def spread(group: list[Scored]) -> tuple[bool, str]:
     """Drop groups whose rewards are all exactly equal: they have no gradient."""
     return any(s.reward != group[0].reward for s in group), NO_SPREAD
-
-
-async def answer_all(
-    workflow: Workflow, shared: SharedContext, prompts: Sequence[Prompt], report: Callable[[str], None]
-) -> Collected:
-    """Run every prompt exactly once, without filter and replacement: for evaluations."""
-    collected, results = Collected(drawn=len(prompts)), dict[int, list[Scored]]()
-
-    async def one(prompt: Prompt) -> None:
-        try:
-            results[prompt.id] = await run_workflow(workflow, shared, prompt)
-        except (RewardError, WorkflowError) as error:
-            collected.dropped[reason_of(error)] += 1
-            collected.cause = collected.cause or str(error)
-        report(f"{len(results) + collected.dropped.total()}/{len(prompts)} prompts")
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for prompt in prompts:
-                tasks.create_task(one(prompt))
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
-    collected.stage_s = shared.clock.take()
-    collected.groups = [results[prompt.id] for prompt in prompts if prompt.id in results]
-    return collected
 
 
 class StepLedger:
@@ -228,9 +184,8 @@ class Collector:
         self.prompts = PromptLedger(group.rank, group.size)
         self.step_ledger = StepLedger(sampling.prompts_per_step, sampling.strict)
         self._target_running = 0  # groups that this controller should have in progress
-        self._runner = PromptRunner(
-            workflow, shared, keep, source, curriculum, self.prompts, version, self._should_start_more
-        )
+        self._version = version
+        self._runner = PromptRunner(workflow, shared, keep, source, curriculum, self.prompts, self._start_prompts)
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -317,7 +272,7 @@ class Collector:
         """Take the chosen groups. prompt_ledger.py explains what happens to the other prompts."""
         prompts, ledger, sampling = self.prompts, self.step_ledger, self._sampling
         dropped, num_passed = ledger.dropped, max(ledger.num_passed, len(chosen))  # some passed in earlier steps
-        groups = prompts.take(chosen)
+        prompts.take(chosen)
         self.rate = self._rate_now()
         if sampling.strict:
             last = chosen[-1] if len(chosen) == ledger.target else prompts.step_start + sampling.window - 1
@@ -335,20 +290,11 @@ class Collector:
                 prompts.return_rest()
                 ledger.clear()
             self._set_target_running(sampling.prompts_per_step * sampling.max_staleness)
-        summary = prompts.end_step()
-        return Collected(
-            groups=groups,
-            drawn=summary.drawn,
-            dropped=summary.dropped,
-            pending=summary.pending,
-            rewards=summary.rewards,
-            cause=summary.cause,
-            stage_s=self._runner.shared.clock.take(),
-            tokens_passed=summary.tokens_passed,
-            samples_passed=summary.samples_passed,
-            failed_globally=sum(reason in FAILURES for reason in dropped.values()),
-            decided_globally=num_passed + len(dropped),
-        )
+        collected = prompts.end_step()
+        collected.stage_s = self._runner.shared.clock.take()
+        collected.failed_globally = sum(reason in FAILURES for reason in dropped.values())
+        collected.decided_globally = num_passed + len(dropped)
+        return collected
 
     def close(self) -> None:
         """Cancel the running workflows. The collector cannot be used after this."""
@@ -367,7 +313,12 @@ class Collector:
         extra = self._sampling.extra_groups if wanted else 0.0
         missing = self.step_ledger.missing(wanted + extra, self._least_rate(), prompts.rank, prompts.size)
         self._target_running = prompts.reported_running + missing
-        self._runner.start()
+        self._start_prompts()
+
+    def _start_prompts(self) -> None:
+        """As many as should run now."""
+        while self.prompts.draws_left and self._should_start_more():
+            self._runner.start(self.prompts.draw(self._version()))
 
     def _should_start_more(self) -> bool:
         if self._sampling.fixed:
@@ -386,10 +337,6 @@ class Collector:
         return acceptance_rate(self.rate, ledger.num_passed, len(ledger.dropped), ledger.target)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
-
-    def place(self) -> Place:
-        """The place of this controller in the prompt order. `merge_places` makes one state from all places."""
-        return self.prompts.place(self.rate)
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint has beside the places: the same on all controllers."""

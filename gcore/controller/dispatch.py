@@ -1,8 +1,7 @@
-"""Sends samples to the trainer ranks, calls the ranks, and starts the weight update of the engines.
+"""Sends samples to the trainer ranks, and calls the ranks.
 
     samples ──all_gather of metadata──> layout, made by one controller ──> a batch per data-parallel rank ──> push
     calls of all ranks (prepare, update, load, ...), each by one controller; all_gather of the answers
-    new weights ──started by controller 0──> engines; they sleep while the trainer works and wake for the update
 
 Each sample goes directly from its controller to the rank that trains on it. A critic with ranks of its own
 (placement.critic) has its own layout: each sample also goes to a critic rank, both train at the same time, and what
@@ -19,22 +18,21 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from gcore.clients import CriticClient, EngineClient, RankClient, TrainerClient
+from gcore.clients import CriticClient, RankClient, TrainerClient
 from gcore.config.tree import Config
 from gcore.cost.workload import CostModel
-from gcore.generation.pool import EnginePool
 from gcore.modalities.table import kind_of
 from gcore.observe.links import Link, Links, Reach
-from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.preparation.balance import join_parts, make_layout, num_parts
 from gcore.preparation.samples import meta_of
 from gcore.preparation.step_times import StepTimes
 from gcore.protocols import Group, Metric, TrainerInfo, UpdateStats, add_metrics
 from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch
-from gcore.weights.transfer import WeightTransfer, copy_policy
+from gcore.weights.transfer import copy_policy
 
 T = TypeVar("T")
 C = TypeVar("C", TrainerClient, CriticClient)
@@ -60,13 +58,12 @@ class RankGroup(Generic[C]):
         self.role, self._group, self._config = role, group, config
         self.topology, self.links = topology or Topology(len(clients)), links or Links()
         self._max_context = max_context
-        self._mine = [r for r in range(len(clients)) if self.topology.data_rank(r) % group.size == group.rank]
-        self.mine: Sequence[C] = [clients[r] for r in self._mine]  # that this controller calls
+        owners = {r: self.topology.data_rank(r) % group.size for r in range(len(clients))}
+        self.mine: dict[int, C] = {r: clients[r] for r, owner in owners.items() if owner == group.rank}  # called here
         self.info = TrainerInfo(num_parameters=1, hidden_size=128)  # until `open`
 
-    async def open(self) -> TrainerInfo:
+    async def open(self) -> None:
         self.info = await self.clients[0].info()
-        return self.info
 
     async def send(
         self,
@@ -116,11 +113,9 @@ class RankGroup(Generic[C]):
     async def on_all(self, name: str, call: Callable[[C, int], Awaitable[T]]) -> list[T]:
         """Each controller calls its own ranks; `call` gets the client and its data-parallel rank. Returns the answers
         of all ranks, by rank, on every controller. `name`: of the collective."""
-        calls = (call(client, self.topology.data_rank(r)) for r, client in zip(self._mine, self.mine, strict=True))
-        answers = await asyncio.gather(*calls)
-        gathered: list[dict[int, T]] = await self._group.all_gather(
-            f"{self.role} {name}", dict(zip(self._mine, answers, strict=True))
-        )
+        answers = await asyncio.gather(*(call(client, self.topology.data_rank(r)) for r, client in self.mine.items()))
+        own = dict(zip(self.mine, answers, strict=True))
+        gathered: list[dict[int, T]] = await self._group.all_gather(f"{self.role} {name}", own)
         by_rank = {rank: answer for part in gathered for rank, answer in part.items()}
         return [by_rank[r] for r in range(len(self.clients))]
 
@@ -155,58 +150,43 @@ class RankGroup(Generic[C]):
 
 
 class Dispatcher:
-    """`sleep_level`: of the engines while the trainer works, in placement modes without slots; 0: they stay awake.
-    `topology`: of the trainer ranks; default: each is a data-parallel rank. `critics`: ranks of the critic, if it has
-    its own. `links`: to the trainer ranks and to the critic ranks."""
+    """`topology`: of the trainer ranks; default: each is a data-parallel rank. `critics`: ranks of the critic, if it
+    has its own. `links`: to the trainer ranks and to the critic ranks."""
 
     def __init__(
         self,
         config: Config,
         group: Group,
-        engines: EnginePool,
         trainers: Sequence[TrainerClient],
-        sleep_level: int = 0,
         topology: Topology | None = None,
         links: tuple[Links, Links] | None = None,
         critics: Sequence[CriticClient] = (),
     ) -> None:
         links = links or (Links(), Links())
-        self._config, self._group, self._engines = config, group, engines
+        self._config, self._group = config, group
         context = config.training.context_parallel
         self._trainers = RankGroup("trainer", trainers, group, config, topology, links[0], context)
         self._critics: RankGroup[CriticClient] | None = None
         if critics:  # in a group of its own: it is called at the same time as the trainer
             self._critics = RankGroup("critic", critics, group.subgroup(), config, links=links[1])
-        self.transfer = WeightTransfer(trainers)
-        self._sleeps, self._switch = (
-            sleep_level > 0,
-            ReplicaSwitch(engines.replicas, sleep_level, on_death=engines.mark_dead),
-        )
-        self._open(TrainerInfo(num_parameters=1, hidden_size=128), CostModel(crossover=768.0))  # until `open`
+        self.cost = CostModel(crossover=768.0)  # until `open`
         # Of the current step: metadata of all samples, keys of this controller's, batches of the critic ranks.
         self._metas: Sequence[SampleMeta] = ()
-        self._mine: Collection[Key] = ()
+        self._my_keys: Collection[Key] = ()
         self._critic_batches: list[TrainBatch] = []
         self.balance_metrics: dict[str, float] = {}  # controller 0, of the last update: idle shares, seconds per token
-        self.version = 0  # of the weights that the engines serve
 
-    async def open(self) -> TrainerInfo:
+    async def open(self) -> None:
         """Call once before the first dispatch, on every controller: it makes the cost model of the layout."""
-        info = await self._trainers.open()
-        if self._critics is not None:
-            await self._critics.open()
-        found = await self._group.all_gather("cost model", kind_of(self._config).cost_model(info))
-        self._open(info, found[0])  # every controller must compute the same layout
-        return info
+        for ranks in self._all_ranks:
+            await ranks.open()
+        cost = kind_of(self._config).cost_model(self._trainers.info)
+        self.cost = (await self._group.all_gather("cost model", cost))[0]  # every controller computes the same layout
 
-    def _open(self, info: TrainerInfo, cost: CostModel) -> None:
-        self._cost, self._times = cost, StepTimes(cost, info)
-        self._engines.cost_of = cost.of  # requests are routed by the same costs
-
-    @property
-    def sleep_metrics(self) -> dict[str, float]:
-        """Seconds and gigabytes of the last sleep and wake of the engines."""
-        return self._switch.metrics
+    @cached_property
+    def _times(self) -> StepTimes:
+        """Call `open` before."""
+        return StepTimes(self.cost, self._trainers.info)
 
     async def dispatch_samples(
         self, step: int, samples: Sequence[Sample], objective: ObjectiveName = "policy"
@@ -218,8 +198,8 @@ class Dispatcher:
         if not metas:
             return metas, []
         by_key = {sample.key: sample for sample in samples}
-        self._metas, self._mine = metas, by_key.keys()
-        work = step, metas, by_key, objective, self._cost
+        self._metas, self._my_keys = metas, by_key.keys()
+        work = step, metas, by_key, objective, self.cost
         if self._critics is None or objective != "policy":
             batches = await self._trainers.send(*work)
         else:
@@ -256,12 +236,12 @@ class Dispatcher:
         """Of this controller's samples: values to the trainer ranks, penalties of the KL to the critic ranks."""
 
         async def values() -> None:
-            column = await critics.read(critic_batches, self._mine, lambda critic, keys: critic.values(keys))
+            column = await critics.read(critic_batches, self._my_keys, lambda critic, keys: critic.values(keys))
             await trainers.give(batches, column, lambda trainer, part: trainer.take_values(part))
 
         async def penalties() -> None:
             if self._config.algorithm.kl_per_step:
-                column = await trainers.read(batches, self._mine, lambda trainer, keys: trainer.penalties(keys))
+                column = await trainers.read(batches, self._my_keys, lambda trainer, keys: trainer.penalties(keys))
                 await critics.give(critic_batches, column, lambda critic, part: critic.take_penalties(part))
 
         await asyncio.gather(values(), penalties())
@@ -277,10 +257,10 @@ class Dispatcher:
                 dataclasses.replace(batch, advantages={key: advantages[key] for key in batch.keys})
                 for batch in self._critic_batches
             ]
-            stats, found = await asyncio.gather(
+            stats, of_critics = await asyncio.gather(
                 update, self._critics.on_all("update", lambda critic, d: critic.update(filled[d]))
             )
-            metrics = add_metrics(stats[0].metrics, *(each.metrics for each in found))
+            metrics = add_metrics(stats[0].metrics, *(each.metrics for each in of_critics))
             stats[0] = dataclasses.replace(stats[0], metrics=metrics)
         if self._group.rank == 0:  # which records them
             first_ranks = [self._trainers.topology.ranks_of(d)[0] for d in range(len(batches))]
@@ -289,8 +269,8 @@ class Dispatcher:
 
     async def evaluate(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
         """The metrics of dispatched samples, without an update; those of all ranks together."""
-        found = await self._trainers.on_all("evaluate", lambda trainer, d: trainer.evaluate(batches[d]))
-        return add_metrics(*found)  # ranks with the same samples have the same metrics
+        parts = await self._trainers.on_all("evaluate", lambda trainer, d: trainer.evaluate(batches[d]))
+        return add_metrics(*parts)  # ranks with the same samples have the same metrics
 
     def take_links(self) -> Counter[tuple[Link, Reach]]:
         """Bytes that this controller has sent to ranks since the last call."""
@@ -305,7 +285,7 @@ class Dispatcher:
     @property
     def my_ranks(self) -> list[RankClient]:
         """Those that this controller calls: it also tells them to write or drop their snapshots."""
-        return [rank for ranks in self._all_ranks for rank in ranks.mine]
+        return [rank for ranks in self._all_ranks for rank in ranks.mine.values()]
 
     async def snapshot(self) -> int:
         """All ranks start to copy their state; returns the bytes of all."""
@@ -325,37 +305,4 @@ class Dispatcher:
             "tensor_parallel": topology.tensor,
             **({"pipeline_parallel": topology.pipeline} if topology.pipeline > 1 else {}),
             **({"critics": len(self._critics.clients)} if self._critics else {}),
-            "engines": len(self._engines.replicas),
         }
-
-    # ---- engines --------------------------------------------------------------------------------------------------
-
-    async def sleep_engines(self) -> None:
-        """After the rollout, engines free their memory for the trainer until `update_weights`. Requests of unfinished
-        groups queue and continue with the new weights."""
-        if not self._sleeps:
-            return
-        await self._engines.pause()
-        await self._group.barrier("engines idle")
-        if self._group.rank == 0:
-            await self._switch.sleep(self._engines.alive(), skip_dead=True)
-        await self._group.barrier("engines asleep")
-
-    async def update_weights(self, version: int, engines: Mapping[int, EngineClient] | None = None) -> None:
-        """Controller 0 starts the transfer; weights go directly from trainer ranks to engines. `engines`: those that
-        serve the next rollout; default: all. Returns on every controller when they serve `version`."""
-        missed: list[str] = []  # engines that died or could not be called: they do not have the weights
-        if self._group.rank == 0 and self._engines.replicas:
-            # With slots, placement puts engines to sleep and wakes them; then this switch has nothing to wake.
-            async with self._switch.waking(self._engines.alive):
-                wanted = {i: e for i, e in self._engines.alive().items() if engines is None or i in engines}
-                served = await self.transfer.send(wanted, version)
-                for engine in wanted.values():
-                    if engine.name not in served:
-                        self._engines.mark_dead(engine.name)
-            alive = self._engines.alive()
-            missed = [engine.name for i, engine in enumerate(self._engines.replicas) if i not in alive]
-        for name in (await self._group.all_gather(f"weights of version {version}", missed))[0]:
-            self._engines.mark_dead(name)  # until it is restarted
-        self.version = version
-        self._engines.resume()

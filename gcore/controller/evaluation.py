@@ -9,7 +9,6 @@ controllers.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +17,23 @@ from math import comb
 from typing import TYPE_CHECKING, Any
 
 from gcore.config.evaluation import Evaluation
-from gcore.controller.collect import answer_all
+from gcore.controller.prompt_ledger import Collected
 from gcore.controller.record import exact_sum
+from gcore.controller.run_prompts import reason_of, run_workflow
 from gcore.observe.values import Row
 from gcore.placement.monitor import RolloutProgress
 from gcore.preparation.samples import to_sample
 from gcore.prompts.source import PromptSource
-from gcore.types import Prompt, Scored
-from gcore.workflows.context import stored_answers
+from gcore.task_group import task_group
+from gcore.types import Prompt, RewardError, Scored, WorkflowError
+from gcore.workflows.context import SharedContext, Workflow, stored_answers
 
 if TYPE_CHECKING:
     from gcore.controller.services import Services
 
 Sums = dict[str, tuple[Fraction, int]]  # metric -> sum, number of values
+Groups = list[list[Scored]]
+Prompts = Mapping[str, Sequence[Prompt]]  # of this controller, by name of the evaluation set
 
 
 class Evaluator:
@@ -57,71 +60,80 @@ class Evaluator:
         """The row of metrics. `step`: the last completed step."""
         if not self._held_out:
             return {}
-        if self._config.trains_on_answers("eval"):
-            return await self._evaluate_answers(step, self._held_out)
-        evaluation, accuracy = self._config.evaluation, self._config.rewards.accuracy_name
         with self._status.timed("eval", step):
             size, rank = self._group.size, self._group.rank
             prompts = {
-                name: [source.at(i) for i in range(len(source)) if i % size == rank]
-                for name, source in self._held_out.items()
+                name: [source.at(i) for i in range(rank, len(source), size)] for name, source in self._held_out.items()
             }
-            progress = _all_of(sum(map(len, prompts.values())))
-            async with self._placement.during(progress, step, keep_split=True):
-                answered = await self._answer(prompts)
-            own = {name: (sums_of(groups, accuracy, evaluation), failed) for name, (groups, failed) in answered.items()}
-            parts = await self._group.all_gather("evaluation", own)
-        sets = {name: _set_row([part[name] for part in parts], evaluation) for name in own}
+            evaluate = self._stored if self._config.trains_on_answers("eval") else self._generated
+            sets, groups = await evaluate(step, prompts)
         row = {**rows_of(sets), "timing_s/eval": self._status.take_seconds("eval")}
-        self._recorder.record_evaluation(step, row, {name: groups for name, (groups, _) in answered.items()})
+        self._recorder.record_evaluation(step, row, groups)
         return row
 
-    async def _answer(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, tuple[list[list[Scored]], int]]:
-        """Groups, and the number of failed responses, by set. All sets and attempts run at the same time."""
-        total = sum(map(len, prompts.values())) * len(self._contexts)
-        done = 0
+    async def _generated(self, step: int, prompts: Prompts) -> tuple[dict[str, Row], dict[str, Groups]]:
+        """The metrics of each set, and the groups of this controller. All sets and attempts run at the same time."""
+        evaluation, accuracy = self._config.evaluation, self._config.rewards.accuracy_name
+        num_prompts, done = sum(map(len, prompts.values())), 0
 
         def report(_: str) -> None:
             nonlocal done
             done += 1
-            self._status.report(f"{done}/{total} prompts")
+            self._status.report(f"{done}/{num_prompts * len(self._contexts)} prompts")
 
         jobs = [(name, shared) for name in prompts for shared in self._contexts]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(answer_all(self._workflow, shared, prompts[name], report))
-                    for name, shared in jobs
-                ]
-        except* Exception as errors:
-            raise errors.exceptions[0] from None
-        found: dict[str, dict[int, list[Scored]]] = {name: {} for name in prompts}
+        # For placement, all prompts are in progress until the end.
+        progress = RolloutProgress(float(num_prompts), 0, 0, num_prompts, 1.0)
+        async with self._placement.during(lambda: progress, step, keep_split=True), task_group() as tasks:
+            answers = [
+                tasks.create_task(answer_all(self._workflow, shared, prompts[name], report)) for name, shared in jobs
+            ]
+        by_prompt: dict[str, dict[int, list[Scored]]] = {name: {} for name in prompts}
         failed: Counter[str] = Counter()
-        for (name, _), task in zip(jobs, tasks, strict=True):
-            failed[name] += task.result().dropped.total()
-            for group_ in task.result().groups:
-                siblings = found[name].setdefault(group_[0].rollout.prompt.id, [])
-                siblings += [_as_sibling(scored, len(siblings) + i) for i, scored in enumerate(group_)]
-        return {name: ([groups[i] for i in sorted(groups)], failed[name]) for name, groups in found.items()}
+        for (name, _), answered in zip(jobs, answers, strict=True):
+            failed[name] += answered.result().dropped.total()
+            for group in answered.result().groups:
+                siblings = by_prompt[name].setdefault(group[0].rollout.prompt.id, [])
+                siblings += [_as_sibling(scored, len(siblings) + i) for i, scored in enumerate(group)]
+        groups = {name: [numbered[i] for i in sorted(numbered)] for name, numbered in by_prompt.items()}
+        own = {name: (sums_of(groups[name], accuracy, evaluation), failed[name]) for name in prompts}
+        parts = await self._group.all_gather("evaluation", own)
+        return {name: _set_row([part[name] for part in parts], evaluation) for name in prompts}, groups
 
-    async def _evaluate_answers(self, step: int, held_out: Mapping[str, PromptSource]) -> dict[str, Any]:
+    async def _stored(self, step: int, prompts: Prompts) -> tuple[dict[str, Row], dict[str, Groups]]:
         """The objective of the held-out answers, computed by the trainer: nothing is generated."""
-        sets: dict[str, Row] = {}
-        groups: dict[str, list[list[Scored]]] = {}
-        with self._status.timed("eval", step):
-            size, rank = self._group.size, self._group.rank
-            for name, source in held_out.items():
-                prompts = [source.at(i) for i in range(len(source)) if i % size == rank]
-                collected = await answer_all(stored_answers, self._given, prompts, self._status.report)
-                config, samples = self._config, [to_sample(s) for group in collected.groups for s in group]
-                metas, batches = await self._dispatcher.dispatch_samples(step, samples, config.objective)
-                metrics = await self._dispatcher.evaluate(batches) if batches else {}
-                found = {metric.partition("/")[2]: value.value for metric, value in metrics.items()}
-                sets[name] = {**found, "prompts": len({meta.prompt_id for meta in metas})}
-                groups[name] = collected.groups
-        row = {**rows_of(sets), "timing_s/eval": self._status.take_seconds("eval")}
-        self._recorder.record_evaluation(step, row, groups)
-        return row
+        sets, groups = dict[str, Row](), dict[str, Groups]()
+        for name, own in prompts.items():
+            collected = await answer_all(stored_answers, self._given, own, self._status.report)
+            samples = [to_sample(s) for group in collected.groups for s in group]
+            metas, batches = await self._dispatcher.dispatch_samples(step, samples, self._config.objective)
+            metrics = await self._dispatcher.evaluate(batches) if batches else {}
+            values = {metric.partition("/")[2]: value.value for metric, value in metrics.items()}
+            sets[name] = {**values, "prompts": len({meta.prompt_id for meta in metas})}
+            groups[name] = collected.groups
+        return sets, groups
+
+
+async def answer_all(
+    workflow: Workflow, shared: SharedContext, prompts: Sequence[Prompt], report: Callable[[str], None]
+) -> Collected:
+    """Run every prompt exactly once, without filter and replacement: for evaluations."""
+    collected, results = Collected(drawn=len(prompts)), dict[int, list[Scored]]()
+
+    async def one(prompt: Prompt) -> None:
+        try:
+            results[prompt.id] = await run_workflow(workflow, shared, prompt)
+        except (RewardError, WorkflowError) as error:
+            collected.dropped[reason_of(error)] += 1
+            collected.cause = collected.cause or str(error)
+        report(f"{len(results) + collected.dropped.total()}/{len(prompts)} prompts")
+
+    async with task_group() as tasks:
+        for prompt in prompts:
+            tasks.create_task(one(prompt))
+    collected.stage_s = shared.clock.take()
+    collected.groups = [results[prompt.id] for prompt in prompts if prompt.id in results]
+    return collected
 
 
 def _as_sibling(scored: Scored, number: int) -> Scored:
@@ -139,7 +151,7 @@ def sums_of(groups: Sequence[Sequence[Scored]], accuracy: str, evaluation: Evalu
     mean@k is over those that are left, and pass@k omits prompts with fewer than k of them."""
     scored = [s for group in groups for s in group]
     values = [[s.parts[accuracy] for s in group if accuracy in s.parts] for group in groups]
-    found: Sums = {
+    sums: Sums = {
         "accuracy": _sum([value for group in values for value in group]),
         "reward_mean": _sum([s.reward for s in scored]),
         "response_length": _sum([float(s.rollout.num_steps) for s in scored]),
@@ -147,11 +159,11 @@ def sums_of(groups: Sequence[Sequence[Scored]], accuracy: str, evaluation: Evalu
     }
     for k in evaluation.ks:
         estimates = [pass_at_k(len(g), sum(v >= evaluation.success for v in g), k) for g in values if len(g) >= k]
-        found[f"pass@{k}"] = (sum(estimates, Fraction(0)), len(estimates))
+        sums[f"pass@{k}"] = (sum(estimates, Fraction(0)), len(estimates))
     if evaluation.sampled:
         means = [exact_sum(group) / len(group) for group in values if group]
-        found[f"mean@{evaluation.samples}"] = (sum(means, Fraction(0)), len(means))
-    return found
+        sums[f"mean@{evaluation.samples}"] = (sum(means, Fraction(0)), len(means))
+    return sums
 
 
 def _sum(values: Sequence[float]) -> tuple[Fraction, int]:
@@ -178,8 +190,3 @@ def rows_of(sets: Mapping[str, Row]) -> Row:
         mean = total if metric in ("prompts", "failed") else total / len(values) if values else None
         row[f"eval/{metric}"] = mean
     return row | {f"eval/{name}/{metric}": value for name, own in sets.items() for metric, value in own.items()}
-
-
-def _all_of(num_prompts: int) -> Callable[[], RolloutProgress]:
-    """The progress of an evaluation, for placement: all prompts are in progress until the end."""
-    return lambda: RolloutProgress(float(num_prompts), 0, 0, num_prompts, 1.0)

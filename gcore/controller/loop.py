@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gcore.controller.collect import Collected, check_failures
+from gcore.controller.collect import check_failures
+from gcore.controller.prompt_ledger import Collected
 from gcore.controller.record import skipped_line
 from gcore.controller.services import Services
 from gcore.controller.start_run import open_evaluation, open_run
@@ -26,18 +27,15 @@ from gcore.protocols import ControllerStatus, UpdateStats
 from gcore.types import SampleMeta, TrainBatch
 
 
-class Controller:
-    """One of N equal controllers. The driver calls its methods through clients.ControllerClient."""
+class TrainingLoop:
+    """Implements protocols.Controller: one of N equal controllers."""
 
     def __init__(self, services: Services) -> None:
         self._services, replicas = services, services.replicas
         # Called when a replica dies, and after its restart: see replicas.py.
         self.mark_dead, self.mark_alive = replicas.mark_dead, replicas.mark_alive
         self.begin_restart, self.restore = replicas.begin_restart, replicas.restore
-        self.finished_step = services.gate.finished_step
-
-    async def go_on(self, stop: bool) -> None:
-        self._services.gate.go_on(stop)
+        self.finished_step, self.go_on = services.gate.finished_step, services.gate.go_on
 
     async def status(self) -> ControllerStatus:
         status = await self._services.status.take()
@@ -54,7 +52,7 @@ class Controller:
                 with services.status.timed("step", step):
                     collected = await rollout(services, step)
                     # A restarted engine starts and loads weights before or after this block, not during it.
-                    async with services.weight_resender.training():
+                    async with services.weights.training():
                         metas, batches = await prepare(services, step, collected)
                         stats = await train(services, step, batches)
                         await update_weights(services, step)
@@ -115,4 +113,4 @@ async def update_weights(services: Services, step: int) -> None:
     """Send the new weights to the engines of the next rollout. Their version is the number of the step."""
     with services.status.timed("weights", step):
         engines = await services.placement.choose_engines(services.collector.rate)
-        await services.dispatcher.update_weights(step, engines)
+        await services.weights.update(step, engines)

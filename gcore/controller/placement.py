@@ -2,7 +2,7 @@
 
     choose_engines ──> during (the rollout; slots may move between policy and judges) ──> sleep_engines ──> next step
 
-Modes `shared` and `disaggregated` (AllEngines): all engines serve every rollout. Modes `static`, `colocated` and
+Modes `shared` and `disaggregated` (RolloutPlacement): all engines serve every rollout. Modes `static`, `colocated` and
 `dynamic` (SlotPlacement): policy and judges share the slots of a device grid, and a rule decides which role has which
 slots. gcore/placement/ implements the rules and the moves; this module connects them to the run. Controller 0 writes
 placement.jsonl, which `gcore report` draws.
@@ -13,118 +13,78 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from gcore.clients import EngineClient
 from gcore.config.tree import Config
-from gcore.controller.dispatch import Dispatcher
-from gcore.launch.plan import first_split
+from gcore.generation.pool import EnginePool
 from gcore.observe.placement_log import PlacementLog
-from gcore.placement.baselines import ColocatedRule, StaticRule
-from gcore.placement.grid import POLICY, DeviceGrid
+from gcore.placement.grid import POLICY
 from gcore.placement.guard import DynamicRule, GuardState
-from gcore.placement.monitor import Monitor
 from gcore.placement.placer import PlacedPool, Placer, Progress
-from gcore.placement.replica_switch import LoadWeights, ReplicaSwitch
-from gcore.placement.rules import Rule
+from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.protocols import Group
 
 
-class RolloutPlacement(Protocol):
-    """The interface of the placement modes for the training loop."""
+class RolloutPlacement:
+    """placement.mode: shared, disaggregated. All engines serve every rollout. `switch`: of engines that sleep while the
+    trainer works; `EngineWeights.update` wakes them."""
+
+    def __init__(self, group: Group, engines: EnginePool, switch: ReplicaSwitch | None = None) -> None:
+        self._group, self._engines, self._switch = group, engines, switch
 
     async def choose_engines(self, rate: float) -> Mapping[int, EngineClient] | None:
         """The engines of the next rollout, by index; they are awake and need weights. None: all engines. `rate`:
         fraction of groups that pass the filter."""
-        ...
+        return None
 
     def during(self, progress: Progress, step: int, keep_split: bool = False) -> AbstractAsyncContextManager[None]:
         """Context of a rollout: inside it, slots may move between roles. `keep_split`: of an evaluation, which leaves
         the slots as `choose_engines` has placed them for the next rollout."""
-        ...
-
-    async def sleep_engines(self, step: int) -> None:
-        """After the rollout, engines free their memory for the trainer. They wake for the new weights."""
-        ...
-
-    def row(self) -> Mapping[str, float]:
-        """Metrics of the last rollout."""
-        ...
-
-    def saved(self) -> dict[str, Any]:
-        """For a checkpoint: what was learned about lengths and speeds, and the split."""
-        ...
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """On every controller, before the first rollout. The run that saved may have had other devices."""
-        ...
-
-
-@dataclass(frozen=True)
-class AllEngines:
-    """placement.mode: shared, disaggregated. All engines serve every rollout."""
-
-    dispatcher: Dispatcher
-
-    async def choose_engines(self, rate: float) -> None:
-        return None
-
-    def during(self, progress: Progress, step: int, keep_split: bool = False) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
     async def sleep_engines(self, step: int) -> None:
-        await self.dispatcher.sleep_engines()
+        """After the rollout, engines free their memory for the trainer until the new weights. Requests of unfinished
+        groups queue and continue with these."""
+        if self._switch is None:
+            return
+        await self._engines.pause()
+        await self._group.barrier("engines idle")
+        if self._group.rank == 0:
+            await self._switch.sleep(self._engines.alive(), skip_dead=True)
+        await self._group.barrier("engines asleep")
 
-    def row(self) -> dict[str, float]:
-        return {}
+    def row(self) -> Mapping[str, float]:
+        """Metrics of the last rollout."""
+        return {} if self._switch is None else self._switch.metrics
 
     def saved(self) -> dict[str, Any]:
+        """For a checkpoint: what was learned about lengths and speeds, and the split."""
         return {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """It learns nothing."""
+        """On every controller, before the first rollout. The run that saved may have had other devices."""
 
 
-class SlotPlacement:
-    """placement.mode: static, colocated, dynamic. One per controller; controller 0 writes placement.jsonl."""
+class SlotPlacement(RolloutPlacement):
+    """placement.mode: static, colocated, dynamic. One per controller; controller 0 writes placement.jsonl. `pools`: of
+    the roles that share slots. `sleeps`: they sleep while the trainer works. `dynamic`: the rule of that mode."""
 
     def __init__(
         self,
         config: Config,
-        grid: DeviceGrid,
-        pools: Mapping[str, PlacedPool],
         group: Group,
-        sleep_level: int,
-        load: LoadWeights,
-        note: Callable[[str], None],
+        pools: Mapping[str, PlacedPool],
+        placer: Placer,
+        dynamic: DynamicRule,
+        sleeps: bool,
     ) -> None:
-        self._config, self._rank, self._sleeps = config, group.rank, sleep_level > 0
-        self._group, self._pools = group, pools
+        self._config, self._rank, self._sleeps = config, group.rank, sleeps
+        self._group, self._pools, self._placer, self._dynamic = group, pools, placer, dynamic
         self._log = PlacementLog(config.run.folder)
         self._ended: tuple[int, float] | None = None  # step and end time of the last rollout
-        split = first_split(config, grid)
-        self._dynamic = DynamicRule()
-        rules: dict[str, Rule] = {"static": StaticRule(split), "colocated": ColocatedRule(), "dynamic": self._dynamic}
-        # Level 1: judges keep their weights.
-        switches = {role: ReplicaSwitch(pool.replicas, 1, on_death=pool.mark_dead) for role, pool in pools.items()}
-        policy = pools[POLICY]
-        switches[POLICY] = ReplicaSwitch(policy.replicas, max(1, sleep_level), load, policy.mark_dead)
-        serving = {POLICY: config.generation} | {judge.name: judge for judge in config.rewards.engine_judges}
-        self._placer = Placer(
-            grid,
-            rules[config.placement.mode],
-            split,
-            pools,
-            switches,
-            group,
-            Monitor(grid, {role: spec.max_concurrent for role, spec in serving.items()}),
-            poll_interval_s=config.placement.poll_interval_s,
-            timeout_s=config.run.hang_s,
-            note=note,
-        )
 
     async def choose_engines(self, rate: float) -> dict[int, EngineClient]:
         """Apply the split of the next rollout. Returns the policy's engines, which need weights."""
@@ -172,23 +132,7 @@ class SlotPlacement:
             if same_blocks:
                 self._dynamic.state = GuardState.restored(saved["rule"])
 
-    def has(self, name: str) -> bool:
-        return self._placer.has(name)
-
-    def mark_dead(self, name: str) -> None:
-        self._placer.mark_dead(name)
-
-    async def wait_for_move(self, name: str) -> None:
-        await self._placer.wait_for_move(name)
-
-    def restarted(self, name: str) -> contextlib.AbstractAsyncContextManager[bool | None]:
-        return self._placer.restarted(name)
-
-    def mark_alive(self, name: str) -> None:
-        self._placer.mark_alive(name)
-
     def row(self) -> dict[str, float]:
-        """Metrics of the last rollout."""
         timeline, slots = self._placer.timeline, self._placer.grid.slots
         total = max(1e-9, timeline.seconds * slots)
         row = {

@@ -1,13 +1,13 @@
 """The state of every prompt of one controller. Pure: no tasks, no clock, no communication.
 
-    Undrawn ──draw──> Running ──keep──> Ready ──take──> Trained
+    Undrawn ──draw──> Running ──keep──> Ready ──take──> Taken
                        ^ │ │              │
                        │ │ └──drop──> Dropped
                   draw │ └──────┬───────┘
                        │        │ return_rest (Running, Ready), expire (Ready)
                        └── Returned: runs again, before any prompt that was never drawn
 
-    drawn = trained + dropped + pending,    pending = running + ready + returned
+    drawn = taken + dropped + pending,      pending = running + ready + returned
 
 At the end of a step, prompts that the step does not train on are treated according to the mode:
 
@@ -93,19 +93,21 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class Taken:
     """A step trains on its group."""
 
+    group: list[Scored]
 
-PromptState = Undrawn | Running | Ready | Returned | Dropped | Trained
+
+PromptState = Undrawn | Running | Ready | Returned | Dropped | Taken
 PENDING = (Running, Ready, Returned)
 TRANSITIONS: dict[type[PromptState], tuple[type[PromptState], ...]] = {
     Undrawn: (Running,),
     Running: (Ready, Dropped, Returned, Undrawn),
-    Ready: (Trained, Returned, Undrawn),
+    Ready: (Taken, Returned, Undrawn),
     Returned: (Running,),
     Dropped: (Undrawn,),
-    Trained: (),
+    Taken: (),
 }
 
 
@@ -118,18 +120,23 @@ class Decision:
     samples_passed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepSummary:
-    """One step of one controller. Pending before the step + drawn = trained + dropped + pending after it."""
+@dataclass(slots=True)
+class Collected:
+    """One controller's part of a step: its groups in prompt order, and the counts of its other prompts. Pending before
+    the step + drawn = taken + dropped + pending after it."""
 
-    drawn: int  # for the first time
-    trained: int
-    dropped: Counter[str]  # by reason
-    pending: int
-    rewards: list[float]  # of all finished samples, including dropped groups
-    tokens_passed: int  # of the groups that passed the filter
-    samples_passed: int
-    cause: str | None  # of the first failure that was reported in this step
+    groups: list[list[Scored]] = field(default_factory=list)  # taken
+    drawn: int = 0  # prompts drawn for the first time
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    pending: int = 0  # prompts drawn, and neither taken nor dropped yet
+    rewards: list[float] = field(default_factory=list)  # of all finished samples, including dropped groups
+    tokens_passed: int = 0  # in groups that passed the filter, taken or not
+    samples_passed: int = 0
+    cause: str | None = None  # message of the first RewardError or WorkflowError that was reported in this step
+    stage_s: dict[str, float] = field(default_factory=dict)  # seconds with at least one prompt in each stage
+    failed_globally: int = 0  # failed groups, over all controllers
+    decided_globally: int = 0  # groups kept, dropped or failed, over all controllers
+    measured: dict[str, float] = field(default_factory=dict)  # metrics, the same on all controllers
 
 
 class Place(TypedDict):
@@ -211,13 +218,12 @@ class PromptLedger:
         withdrawn = [*self._unreported.withdrawn, *expired]
         self._unreported = dataclasses.replace(self._unreported, kept=kept, withdrawn=withdrawn)
 
-    def take(self, chosen: Iterable[int]) -> list[list[Scored]]:
-        """Ready -> Trained, for the `chosen` prompts of this controller. Returns their groups in prompt order."""
+    def take(self, chosen: Iterable[int]) -> None:
+        """Ready -> Taken, for the `chosen` prompts of this controller."""
         chosen = set(chosen)
-        taken = {number: ready.group for number, ready in self._ready() if number in chosen}
-        for number in taken:
-            self._move(number, Trained())
-        return [taken[number] for number in sorted(taken)]
+        for number, ready in self._ready():
+            if number in chosen:
+                self._move(number, Taken(ready.group))
 
     def forget_after(self, last: int) -> None:
         """Running, Ready or Dropped -> Undrawn, for prompts after `last`. The next step starts with `last + 1`."""
@@ -242,14 +248,15 @@ class PromptLedger:
         self._queue.extend(rest)
         self._unreported, self.reported_running = dataclasses.replace(self._unreported, kept=[]), 0
 
-    def end_step(self) -> StepSummary:
-        """Count the prompts of the step. Trained and Dropped prompts are removed from the ledger."""
+    def end_step(self) -> Collected:
+        """The groups and counts of the step. Taken and Dropped prompts are removed from the ledger."""
         self.check()
         unreported = {number for number, _ in self._unreported.dropped}
         decided = self._decided.values()
-        summary = StepSummary(
+        taken = {number: state.group for number, state in self._states.items() if isinstance(state, Taken)}
+        collected = Collected(
+            groups=[taken[number] for number in sorted(taken)],
             drawn=self.drawn,
-            trained=self._sizes[Trained],
             dropped=self.dropped,
             pending=self.pending,
             rewards=[reward for decision in decided for reward in decision.rewards],
@@ -262,7 +269,7 @@ class PromptLedger:
         self._causes = {number: cause for number, cause in self._causes.items() if number in unreported}
         self._decided, self._drawn, self._pending_before = {}, 0, self.pending
         self._restored_drawn, self._restored_dropped = 0, Counter()
-        return summary
+        return collected
 
     def _move(self, number: int, to: PromptState) -> None:
         state = self._states.pop(number, Undrawn())
@@ -341,8 +348,8 @@ class PromptLedger:
     def check(self) -> None:
         """Check that every drawn prompt is counted exactly once. Called at the end of each step."""
         assert self._sizes == Counter(map(type, self._states.values()))
-        finished = self._sizes[Trained] + self._sizes[Dropped]
-        assert self._pending_before + self._drawn == finished + self.pending, "drawn != trained + dropped + pending"
+        finished = self._sizes[Taken] + self._sizes[Dropped]
+        assert self._pending_before + self._drawn == finished + self.pending, "drawn != taken + dropped + pending"
         queued = [number for number in self._queue if number in self._states]
         assert sorted(queued) == sorted(self.numbers(Returned)) and len(set(self._queue)) == len(self._queue)
 
@@ -352,7 +359,8 @@ class PromptLedger:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def place(self, rate: float) -> Place:
-        """The place of this controller in the prompt order. Ready groups are saved separately."""
+        """The place of this controller in the prompt order. `merge_places` makes one state from all places. Ready
+        groups are saved separately."""
         return {
             "base": self.step_start,
             "head": self.head,

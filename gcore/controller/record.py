@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gcore.config.tree import Config
-from gcore.controller.collect import Collected
-from gcore.controller.prompt_ledger import REWARD_ERROR
+from gcore.controller.prompt_ledger import REWARD_ERROR, Collected
 from gcore.generation.pool import EnginePool
 from gcore.observe.files import problem
 from gcore.observe.histograms import counted
@@ -26,7 +25,7 @@ from gcore.observe.links import Link, Reach, link_row
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.samples import SampleLog
 from gcore.observe.values import Row
-from gcore.preparation.advantages import overlong
+from gcore.preparation.advantages import overlong_penalty
 from gcore.preparation.samples import samples_digest
 from gcore.protocols import UpdateStats, add_metrics
 from gcore.types import SampleMeta, Scored, UserError
@@ -74,7 +73,6 @@ class Recorder:
                 **(offline_row if self._config.is_offline else rollout_row)(gathered, metas),
                 **actor_row(rank_stats),
                 **(self._dispatcher.balance_metrics if rank_stats else {}),
-                **self._dispatcher.sleep_metrics,
                 **self._placement.row(),
                 **self._status.take_metrics(),
                 **collected.measured,
@@ -169,11 +167,11 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
 
 def overlong_sum(collected: Collected, config: Config) -> dict[str, Fraction]:
     """Sum of the overlong penalties, if algorithm.overlong.buffer is set."""
-    if not config.algorithm.overlong.buffer:
+    overlong, longest = config.algorithm.overlong, config.generation.max_response_length
+    if not overlong.buffer:
         return {}
-    longest = config.generation.max_response_length
-    scored = [s for group in collected.groups for s in group]
-    return {"overlong": exact_sum(overlong(s.rollout, config.algorithm, longest) for s in scored)}
+    lengths = [scored.rollout.num_steps for group in collected.groups for scored in group]
+    return {"overlong": exact_sum(overlong_penalty(length, overlong, longest) for length in lengths)}
 
 
 def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:
@@ -215,9 +213,9 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
 
 def offline_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:
     """Of answers of the dataset: nothing was sampled or scored."""
-    found = rollout_row(gathered, metas)
+    row = rollout_row(gathered, metas)
     kept = ("response_length/", "batch/", "sampling/", "controller/", "samples_digest")
-    return {name: value for name, value in found.items() if name.startswith(kept)}
+    return {name: value for name, value in row.items() if name.startswith(kept)}
 
 
 def _length_bias(total: Callable[[str], float]) -> dict[str, float]:
@@ -243,8 +241,13 @@ def actor_row(ranks: Sequence[UpdateStats]) -> dict[str, float]:
         "actor/grad_norm": first.grad_norm / updates,
         "actor/lr": first.lr / updates,
         "actor/skipped_updates": float(first.skipped),
-        **{name: metric.value for name, metric in add_metrics(*(rank.metrics for rank in ranks)).items()},
+        **values_of(ranks),
     }
+
+
+def values_of(ranks: Sequence[UpdateStats]) -> dict[str, float]:
+    """The metrics of all ranks together."""
+    return {name: metric.value for name, metric in add_metrics(*(rank.metrics for rank in ranks)).items()}
 
 
 def skipped_line(step: int, ranks: Sequence[UpdateStats], folder: Path) -> str | None:

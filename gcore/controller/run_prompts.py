@@ -28,7 +28,7 @@ Filter = Callable[[list[Scored]], tuple[bool, str]]
 
 class PromptRunner:
     """One task per prompt, for the whole run. Workflows of many prompts run at the same time and do not wait for each
-    other. `wants_more`: whether another prompt should start now. `version`: the policy version of the engines."""
+    other. `ended`: called when the state of a prompt in the ledger has changed."""
 
     def __init__(
         self,
@@ -38,12 +38,10 @@ class PromptRunner:
         source: PromptSource,
         curriculum: CurriculumOrder | None,
         ledger: PromptLedger,
-        version: Callable[[], int],
-        wants_more: Callable[[], bool],
+        ended: Callable[[], None],
     ) -> None:
         self.shared, self.source, self.curriculum = shared, source, curriculum
-        self._workflow, self._filter, self._ledger = workflow, keep, ledger
-        self._version, self._wants_more = version, wants_more
+        self._workflow, self._filter, self._ledger, self._ended = workflow, keep, ledger, ended
         self.passed: dict[int, Passed] = {}  # groups of this step, by prompt number; with a curriculum
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the running prompts
         self.changed, self.failed = asyncio.Event(), asyncio.Event()
@@ -53,11 +51,8 @@ class PromptRunner:
     def busy(self) -> bool:
         return bool(self._tasks)
 
-    def start(self) -> None:
-        """As many prompts as should run now."""
-        while self._ledger.draws_left and self._wants_more():
-            number = self._ledger.draw(self._version())
-            self._tasks[number] = asyncio.ensure_future(self._run(number))
+    def start(self, number: int) -> None:
+        self._tasks[number] = asyncio.ensure_future(self._run(number))
 
     async def _run(self, number: int) -> None:
         group, failure, row = list[Scored](), None, None
@@ -82,7 +77,7 @@ class PromptRunner:
             self._ledger.keep(number, group)
         else:
             self._ledger.drop(number, group, reason, cause=str(failure) if counted else None)
-        self.start()
+        self._ended()
         self.changed.set()
 
     def cancel(self) -> None:

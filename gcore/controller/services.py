@@ -4,7 +4,7 @@ pools ──requests──> engines, judges, scorers       replicas: which of th
 dispatcher ──samples, calls──> trainer ranks       placement: which engines serve the next rollout
 collector: prompts -> groups of scored samples     recorder, evaluator, checkpointer: after a step
 
-`make_services` makes the connections when the process starts. controller/start_run.py adds what needs the prompts.
+launch/build_controller.py makes the connections when the process starts. start_run.py adds what needs the prompts.
 """
 
 from __future__ import annotations
@@ -16,29 +16,18 @@ from gcore.content.base import Modality
 from gcore.controller.checkpointing import Checkpointer
 from gcore.controller.collect import Collector
 from gcore.controller.dispatch import Dispatcher
+from gcore.controller.engine_weights import EngineWeights
 from gcore.controller.evaluation import Evaluator
-from gcore.controller.placement import AllEngines, RolloutPlacement, SlotPlacement
+from gcore.controller.placement import RolloutPlacement
 from gcore.controller.record import Recorder
-from gcore.controller.replicas import Replicas, WeightResender
+from gcore.controller.replicas import Replicas
 from gcore.controller.run_prompts import Filter
-from gcore.controller.status import LiveStatus
-from gcore.driver.on_step import StepGate
+from gcore.controller.status import LiveStatus, StepGate
 from gcore.generation.pool import EnginePool
-from gcore.launch.build import Roles, load_filter, load_workflow, sleep_level, trace_folder
-from gcore.launch.build_rewarder import build_rewarder
-from gcore.launch.gpu_assignment import CRITIC, TRAINER
-from gcore.launch.own_algorithm import make_scoring
-from gcore.launch.plan import Plan
 from gcore.modalities.base import PolicyKind
-from gcore.modalities.table import kind_of
-from gcore.observe.links import Links
-from gcore.observe.trace import Tracer
-from gcore.placement.grid import POLICY
 from gcore.preparation.advantages import Scoring
 from gcore.protocols import Group, Rewarder
 from gcore.workflows.context import SharedContext, Workflow
-
-MEDIA = "media"  # folder of a run: the media of prompts, and what networks read of them
 
 
 @dataclass(slots=True)
@@ -54,8 +43,8 @@ class Services:
     scoring: Scoring  # rewards -> advantages
     pool: EnginePool  # of the policy
     rewarder: Rewarder
-    dispatcher: Dispatcher  # samples -> trainer ranks; weights -> engines
-    weight_resender: WeightResender  # current weights -> engines that missed an update
+    dispatcher: Dispatcher  # samples -> trainer ranks
+    weights: EngineWeights  # trainer ranks -> engines
     placement: RolloutPlacement  # which engines serve the next rollout
     replicas: Replicas
     status: LiveStatus  # for the progress view
@@ -69,9 +58,7 @@ class Services:
 
     def sample_context(self) -> SharedContext:
         """The context that all workflows of this controller share."""
-        return SharedContext(
-            self.config, self.pool, self.rewarder, self.modality, version=lambda: self.dispatcher.version
-        )
+        return SharedContext(self.config, self.pool, self.rewarder, self.modality, version=lambda: self.weights.version)
 
     def eval_contexts(self) -> list[SharedContext]:
         """Of evaluations: one greedy response per prompt, or one context per sampled response."""
@@ -99,51 +86,3 @@ class Services:
         self.rewarder.close()
         self.recorder.close()
         await self.controllers.barrier("end")
-
-
-def make_services(config: Config, plan: Plan, roles: Roles, group: Group) -> Services:
-    grid, level = plan.grid, sleep_level(config, plan)
-    kind = kind_of(config, config.run.folder / MEDIA)
-    rewarder = build_rewarder(config, plan, roles, group.rank)
-    status = LiveStatus(group.rank, Tracer(trace_folder(config), f"controller-{group.rank}"))
-    max_concurrent = config.generation.max_concurrent
-    nodes, roam = plan.nodes_of_pool("engine"), grid is not None
-    pool = EnginePool.for_controller(
-        roles.engines,
-        group.rank,
-        group.size,
-        max_concurrent,
-        roam=roam,
-        nodes=nodes,
-        per_call=config.sampling.samples_per_prompt,
-    )
-    links = (
-        Links(group.rank, plan.nodes_of_pool(TRAINER)),
-        Links(group.rank, plan.nodes_of_pool(CRITIC)),
-    )
-    dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links, roles.critics)
-    weights = WeightResender(roles.trainers, lambda: dispatcher.version, dispatcher.transfer)
-    modality, eval_modality = kind.modalities()
-    slot_placement: SlotPlacement | None = None
-    if grid is not None and roles.trainers:  # in an evaluation all replicas are awake
-        pools = {POLICY: pool} | {
-            p.role: p for p in rewarder.pools if isinstance(p, EnginePool) and p.role in grid.widths
-        }
-        slot_placement = SlotPlacement(config, grid, pools, group, level, weights.load, status.note)
-    return Services(
-        config=config,
-        controllers=group,
-        kind=kind,
-        modality=modality,
-        workflow=load_workflow(config.workflow),
-        group_filter=load_filter(config.sampling.filter),
-        scoring=make_scoring(config),
-        pool=pool,
-        rewarder=rewarder,
-        dispatcher=dispatcher,
-        weight_resender=weights,
-        placement=slot_placement or AllEngines(dispatcher),
-        replicas=Replicas(pool, rewarder.pools, weights, status.note, slot_placement, level > 0),
-        status=status,
-        eval_modality=eval_modality,
-    )

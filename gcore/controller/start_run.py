@@ -8,19 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from gcore.config.secrets import learn, redacted
 from gcore.controller.checkpointing import START, Checkpointer, RunPosition
 from gcore.controller.collect import Collector
 from gcore.controller.evaluation import Evaluator
-from gcore.controller.record import Recorder
+from gcore.controller.record import Recorder, values_of
 from gcore.controller.services import Services
-from gcore.controller.warm_start import warm_start
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.placement_log import rewind_placement
 from gcore.observe.samples import SampleLog, rewind_samples
 from gcore.prompts.curriculum import make_curriculum
 from gcore.prompts.source import PromptSource, Templater, add_digests, check_bad_rows, measure, rows_of
-from gcore.types import UserError
+from gcore.types import Sample, UserError
 from gcore.workflows.context import stored_answers
 
 
@@ -37,23 +38,23 @@ async def open_run(services: Services) -> int:
         services.group_filter,
         services.status.report,
         source,
-        lambda: dispatcher.version,
+        lambda: services.weights.version,
         curriculum,
     )
-    async with services.weight_resender.training():  # engines that die in this block are restarted after it
+    async with services.weights.training():  # engines that die in this block are restarted after it
         await dispatcher.open()
         services.checkpointer = Checkpointer(services, source)
         position = await _resume(services)  # sends the first weights too, if training was resumed
         services.recorder = _open_recorder(services)
         services.evaluator = Evaluator(services, held_out)
         if position.before_training:
-            await warm_start(services, source, position.warmed or 0)
+            await _warm_start(services, source, position.warmed or 0)
             await dispatcher.begin()
             await _send_first_weights(services, version=0)
     if position.before_training:
         await services.evaluator.evaluate(position.step)
     if config.run.total_steps == 0:  # `gcore sft`: the warm start is the whole run
-        async with services.weight_resender.trainers_in_use:
+        async with services.weights.trainers_in_use:
             await services.checkpointer.save(RunPosition(position.step, warmed=None))
     return position.step
 
@@ -68,9 +69,9 @@ async def open_evaluation(services: Services) -> int:
         )
     _, held_out = await _load_prompts(services)
     resume, pool, missed = services.config.run.resume, services.pool, list[str]()
-    async with services.weight_resender.trainers_in_use:
+    async with services.weights.trainers_in_use:
         if services.controllers.rank == 0 and resume not in ("never", "auto"):
-            served = await services.weight_resender.load_saved(Path(resume) / "weights", dict(enumerate(pool.replicas)))
+            served = await services.weights.load_saved(Path(resume) / "weights", dict(enumerate(pool.replicas)))
             missed = [engine.name for engine in pool.replicas if engine.name not in served]
         for name in (await services.controllers.all_gather("weights to evaluate", missed))[0]:
             pool.mark_dead(name)  # until it is restarted
@@ -130,6 +131,49 @@ def _some(rows: list[int]) -> str:
     return f" (rows {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''})"
 
 
+# ---- warm start -----------------------------------------------------------------------------------------------------
+
+
+async def _warm_start(services: Services, source: PromptSource, done: int) -> None:
+    """Supervised steps on the answers of the dataset, dispatched and computed as in training. `done`: those that the
+    restored checkpoint has completed."""
+    config, group, status = services.config, services.controllers, services.status
+    warm, every = config.training.warm_start, config.checkpoint.every
+    if warm is None:
+        return
+    for step in range(done + 1, warm.steps + 1):
+        status.show("warm start", f"{step - 1}/{warm.steps}")
+        cursors = range((step - 1) * warm.batch_size, step * warm.batch_size)
+        samples = [_demonstration(source, c) for c in cursors if c % group.size == group.rank]
+        with status.timed("warm_start", step):
+            _, batches = await services.dispatcher.dispatch_samples(step, samples, "imitation")
+            ranks = await services.dispatcher.update(batches)
+        services.recorder.write(
+            {
+                "phase": "warm_start",
+                "step": step,
+                **values_of(ranks),
+                "warm_start/lr": ranks[0].lr,
+                "timing_s/step": status.take_seconds("warm_start"),
+            }
+        )
+        if every and (step == warm.steps or step % every == 0):
+            await services.checkpointer.save(RunPosition(step=0, warmed=step))
+            status.take_seconds("checkpoint")  # not part of a step of reinforcement learning
+
+
+def _demonstration(source: PromptSource, cursor: int) -> Sample:
+    answer = source.demonstration(cursor)
+    ones = np.ones(answer.num_steps, np.float32)
+    return Sample(
+        prompt_id=cursor,
+        sibling=0,
+        content=source.at(cursor).content.extended(answer),
+        mask_S=ones > 0,
+        rollout_logprobs_S=0 * ones,
+    )
+
+
 # ---- resume ---------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +209,7 @@ def _rewind_files(folder: Path, position: RunPosition) -> None:
 async def _send_first_weights(services: Services, version: int) -> None:
     """Choose the engines of the first rollout and send them weights, as the loop does after each step."""
     engines = await services.placement.choose_engines(services.collector.rate)
-    await services.dispatcher.update_weights(version, engines)
+    await services.weights.update(version, engines)
 
 
 def _open_recorder(services: Services) -> Recorder:

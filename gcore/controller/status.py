@@ -1,11 +1,13 @@
-"""What one controller is doing now, and the seconds of its stages. The driver polls it for the progress view.
+"""What the driver learns of a controller: what it is doing now, for the progress view, and the end of each step.
 
 stages: timed, show, report ──> LiveStatus.take ──> driver ──> observe/progress.py
         └──take_all_seconds──> timing_s/... in the row of metrics
+step:   StepGate.wait ──finished_step──> driver: run.on_step ──go_on──> the next step
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
@@ -13,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from gcore import faults
 from gcore.observe.files import take_notes
 from gcore.observe.trace import Tracer
-from gcore.observe.values import Row
+from gcore.observe.values import Row, clean
 from gcore.protocols import ControllerStatus
 
 MAX_ROWS = 51  # kept if the driver does not poll
@@ -82,3 +84,24 @@ class LiveStatus:
         rows, self._rows = self._rows, []
         notes, self._notes = [*self._notes, *take_notes()], []
         return ControllerStatus(f"controller-{self._rank}", self._stage, self._detail, self._step, rows, notes)
+
+
+class StepGate:
+    """With run.on_step: the controller waits here after a step, until the driver has called the function."""
+
+    def __init__(self) -> None:
+        self._rows: asyncio.Queue[Row] = asyncio.Queue()
+        self._answers: asyncio.Queue[bool] = asyncio.Queue()
+
+    async def wait(self, row: Row | None) -> bool:
+        """Whether the run ends. `row`: the metrics of the step, on controller 0."""
+        if row is not None:
+            self._rows.put_nowait(clean(row))
+        return await self._answers.get()
+
+    async def finished_step(self) -> Row:
+        """For the driver: the metrics of the next step that is finished."""
+        return await self._rows.get()
+
+    async def go_on(self, stop: bool) -> None:
+        self._answers.put_nowait(stop)

@@ -187,7 +187,7 @@ def speed_of(shape: Shape, gpu: Gpu, tp: int, mean_context: float, most: int, is
         per_sequence_s=per_sequence_s,
         prefill_s_per_token=prefill_s(shape, gpu, tp, 1, mean_context / 2),
         max_concurrent=most,
-        sleep_s=sleep_s(),
+        sleep_s=ENGINE.sleep_s,  # a judge's weights stay in host memory, the policy's in the trainer
         wake_s=ENGINE.wake_s if is_policy else wake_s(shape, gpu, tp),
         weights_s=weight_sync_s(shape, gpu, tp, tp),
     )
@@ -209,11 +209,6 @@ def _linear_fit(shape: Shape, gpu: Gpu, tp: int, mean_context: float, most: int)
 # ---- sleep, wake, weight updates ---------------------------------------------------------------------------
 
 
-def sleep_s() -> float:
-    """Seconds to free weights and KV cache. A judge's weights stay in host memory, the policy's in the trainer."""
-    return ENGINE.sleep_s
-
-
 def wake_s(shape: Shape, gpu: Gpu, tp: int) -> float:
     """Seconds to allocate memory and load the weights from host memory."""
     return ENGINE.wake_s + shape.weight_bytes / tp / (gpu.host_gb_s * GB * REACH.host)
@@ -223,11 +218,6 @@ def weight_sync_s(shape: Shape, gpu: Gpu, tp: int, gpus: int) -> float:
     """Seconds of a weight update from a trainer sharded over `gpus` to every engine: all-gather, then load per GPU."""
     gather_s = shape.weight_bytes * (gpus - 1) / gpus / (gpu.collective_gb_s(gpus) * GB * REACH.link)
     return ENGINE.update_s + gather_s + shape.weight_bytes / tp / (ENGINE.update_gb_s * GB)
-
-
-def swap_s(shape: Shape, gpu: Gpu, tp: int) -> float:
-    """Seconds to put the awake engine to sleep, the same for all models, and to wake `shape` on the same GPUs."""
-    return sleep_s() + wake_s(shape, gpu, tp)
 
 
 def offload_s(moved: float, gpu: Gpu) -> float:

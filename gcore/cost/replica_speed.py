@@ -34,6 +34,10 @@ class ReplicaSpeed:
         base_s, per_s, prefill_s = (t / factor for t in (self.base_s, self.per_sequence_s, self.prefill_s_per_token))
         return replace(self, base_s=base_s, per_sequence_s=per_s, prefill_s_per_token=prefill_s)
 
+    def with_swap(self, swap_s: float | None) -> ReplicaSpeed:
+        """With this many seconds to put one engine to sleep and wake another on the same slots. None: as it is."""
+        return self if swap_s is None else replace(self, sleep_s=0.0, wake_s=swap_s, weights_s=0.0)
+
     def step_s(self, running: int) -> float:
         """Seconds of one decoding step. Sequences above max_concurrent wait and do not slow the step."""
         return self.base_s + self.per_sequence_s * min(max(running, 1), self.max_concurrent)

@@ -28,6 +28,7 @@ from gcore.observe.logs import blocking_line
 from gcore.observe.progress import Progress
 from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.runtime.protocol import Runtime
+from gcore.task_group import task_group
 from gcore.types import UserError
 
 HOUR_S = 3600.0
@@ -116,29 +117,27 @@ class RoleWatch:
         self._runtime, self._progress, self._events, self._hang_s = runtime, progress, events, run.hang_s
         limit = max(MIN_REVIVALS, run.max_restarts)
         self._budgets: defaultdict[str, RestartBudget] = defaultdict(lambda: RestartBudget(limit))
+        self._no_progress_s = run.no_progress_s
+        self._begin()
+
+    def _begin(self) -> None:
         self._restarting: set[str] = set()
         self._unreachable_since: dict[str, float] = {}
+        self._last: object = None  # what the controllers were doing, and since when
+        self._since = time.monotonic()
 
     async def watch(self, controllers: Sequence[ControllerClient]) -> None:
         """Until the run ends. `controllers` must know which replicas are alive."""
-        tasks = {asyncio.ensure_future(self._watch_answers())}
-        self._restarting, self._unreachable_since = set(), {}
-        try:
+        self._begin()
+        async with task_group() as tasks:
+            tasks.create_task(self._watch_answers())
             while True:
-                watching = asyncio.ensure_future(self._runtime.watch())
-                tasks.add(watching)
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                tasks -= done
-                for task in done - {watching}:
-                    task.result()
-                if watching in done:
-                    tasks.add(asyncio.ensure_future(self._restart(_died(watching), controllers)))
-                else:
-                    watching.cancel()
-                    tasks.discard(watching)
-        finally:
-            for task in tasks:
-                task.cancel()
+                try:
+                    await self._runtime.watch()
+                except RoleDied as error:
+                    if not error.role.startswith(REVIVABLE):
+                        raise
+                    tasks.create_task(self._restart(error, controllers))
 
     async def _restart(self, error: RoleDied, controllers: Sequence[ControllerClient]) -> None:
         name = error.role
@@ -177,58 +176,56 @@ class RoleWatch:
     def check_reachable(self, statuses: Sequence[ControllerStatus]) -> None:
         """At each poll of the controllers. If a replica is alive, but a controller cannot call it, the connection was
         cut. The replica may have missed weights, so it is restarted."""
-        found = {name: why for status in statuses for name, why in status.unreachable.items()}
+        unreachable = {name: why for status in statuses for name, why in status.unreachable.items()}
         now, since = time.monotonic(), self._unreachable_since
-        names = found.keys() & self._runtime.processes().keys() - self._restarting
+        names = unreachable.keys() & self._runtime.processes().keys() - self._restarting
         self._unreachable_since = {name: since.get(name, now) for name in names}
         for name, at in self._unreachable_since.items():
-            if now - at > (self._hang_s if found[name] == "suspect" else UNREACHABLE_S):
+            if now - at > (self._hang_s if unreachable[name] == "suspect" else UNREACHABLE_S):
                 self._restarting.add(name)  # until `_restart` is done with it
                 self._events.add("unreachable", role=name)
                 self._progress.note(f"{name} is alive, but a controller cannot call it: it is restarted")
                 self._runtime.kill(name)
 
+    async def check_progress(self, statuses: object) -> None:
+        """At each poll, with what the controllers are doing. RoleDied if none of them has made progress for long."""
+        now = time.monotonic()
+        if statuses != self._last:
+            self._last, self._since = statuses, now
+        elif now - self._since > self._no_progress_s:
+            await write_stacks(self._runtime)
+            raise RoleDied(
+                "run",
+                f"no controller has made progress for {self._no_progress_s:.0f} s ({statuses}); the stacks of all "
+                "processes are in their logs (key: run.no_progress_s)",
+            )
+
     async def revive_dead(self) -> None:
         """Without controllers: restart replicas whose restart a rollback has interrupted. If one cannot be restarted,
         the others are not restarted either: the next rollback does it."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for name in sorted(self._runtime.dead()):
-                    if name.startswith(REVIVABLE):
-                        tasks.create_task(self._revive(RoleDied(name, "it could not be restarted")))
-        except* Exception as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as tasks:
+            for name in sorted(self._runtime.dead()):
+                if name.startswith(REVIVABLE):
+                    tasks.create_task(self._revive(RoleDied(name, "it could not be restarted")))
 
     async def guard_start(self, starting: Coroutine[Any, Any, C]) -> C:
         """Await a restart, which calls roles that are alive. Those that hang are killed, so that the restart does not
         wait for them. RoleDied if it is a controller or a trainer rank."""
-        tasks = start, answers = asyncio.ensure_future(starting), asyncio.ensure_future(self._watch_answers())
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not start.done():
-                answers.result()
-            return start.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with task_group() as tasks:
+            answers = tasks.create_task(self._watch_answers())
+            started = await starting
+            answers.cancel()
+        return started
 
     async def _watch_answers(self) -> None:
         """Never returns. A process that is stopped or blocked is alive, but nothing continues without it."""
-        tasks: dict[str, asyncio.Future[None]] = {}
-        try:
+        watched: dict[str, asyncio.Task[None]] = {}
+        async with task_group() as tasks:
             while True:
-                tasks = {name: task for name, task in tasks.items() if not task.done()}
-                for name in self._runtime.processes().keys() - tasks.keys():
-                    tasks[name] = asyncio.ensure_future(self._watch_answers_of(name))
-                pause = asyncio.ensure_future(asyncio.sleep(PING_S))
-                done, _ = await asyncio.wait({pause, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
-                pause.cancel()
-                for task in done:
-                    task.result()
-        finally:
-            for task in tasks.values():
-                task.cancel()
+                for name in self._runtime.processes():
+                    if name not in watched or watched[name].done():
+                        watched[name] = tasks.create_task(self._watch_answers_of(name))
+                await asyncio.sleep(PING_S)
 
     async def _watch_answers_of(self, name: str) -> None:
         """As long as the role has a process."""
@@ -256,27 +253,6 @@ class RoleWatch:
             raise RoleDied(name, f"{text} (key: run.hang_s)", observed=True)
         self._progress.note(f"{name}: {text}; it is restarted")
         self._runtime.kill(name)
-
-
-class ProgressWatch:
-    """Notices that no controller makes progress. `seen`: the status of all controllers, at each poll."""
-
-    def __init__(self, runtime: Runtime, run: Run) -> None:
-        self._runtime, self._limit_s = runtime, run.no_progress_s
-        self._last: object = None
-        self._since = time.monotonic()
-
-    async def seen(self, statuses: object) -> None:
-        now = time.monotonic()
-        if statuses != self._last:
-            self._last, self._since = statuses, now
-        elif now - self._since > self._limit_s:
-            await write_stacks(self._runtime)
-            raise RoleDied(
-                "run",
-                f"no controller has made progress for {self._limit_s:.0f} s ({statuses}); the stacks of all processes "
-                "are in their logs (key: run.no_progress_s)",
-            )
 
 
 class NodesChanged(Exception):
@@ -320,12 +296,3 @@ async def write_stacks(runtime: Runtime) -> None:
 def with_notes(error: BaseException, then: str = "") -> str:
     """The error, and on the next lines its notes: the last lines of a log, or the path of the log."""
     return "\n".join([f"{error}{then}", *getattr(error, "__notes__", ())])
-
-
-def _died(watching: asyncio.Future[None]) -> RoleDied:
-    """The replica that died. Raises the error if it is another role."""
-    error = watching.exception()
-    if not isinstance(error, RoleDied) or not error.role.startswith(REVIVABLE):
-        watching.result()
-    assert isinstance(error, RoleDied)
-    return error

@@ -10,42 +10,20 @@ change what belongs to the program or the notebook that calls `gcore.train`.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from gcore.clients import ControllerClient
 from gcore.config.tree import Config
-from gcore.observe.values import Row, clean, step_of
+from gcore.launch.user_code import OnStep, load_on_step
+from gcore.observe.values import Row, step_of
 from gcore.types import UserError
-from gcore.user_functions import load_function, one_line
+from gcore.user_functions import one_line
 
-OnStep = Callable[[Row], object]
 KEY = "run.on_step"
-
-
-class StepGate:
-    """Of a controller: it waits here after a step, until the driver has called the function."""
-
-    def __init__(self) -> None:
-        self._rows: asyncio.Queue[Row] = asyncio.Queue()
-        self._answers: asyncio.Queue[bool] = asyncio.Queue()
-
-    async def wait(self, row: Row | None) -> bool:
-        """Whether the run ends. `row`: the metrics of the step, on controller 0."""
-        if row is not None:
-            self._rows.put_nowait(clean(row))
-        return await self._answers.get()
-
-    async def finished_step(self) -> Row:
-        """For the driver: the metrics of the next step that is finished."""
-        return await self._rows.get()
-
-    def go_on(self, stop: bool) -> None:
-        self._answers.put_nowait(stop)
 
 
 def open_on_step(config: Config) -> tuple[Config, OnStep | None]:
@@ -55,20 +33,6 @@ def open_on_step(config: Config) -> tuple[Config, OnStep | None]:
         return config, None
     run = config.run.model_copy(update={"on_step": str.__str__(path)})
     return config.model_copy(update={"run": run}), load_on_step(path)
-
-
-def load_on_step(path: str) -> OnStep:
-    function = load_function(path, KEY)
-    try:
-        inspect.signature(function).bind({})
-        fits = not inspect.iscoroutinefunction(function)
-    except TypeError:
-        fits = False
-    except ValueError:  # a built-in function, whose arguments are not known
-        fits = True
-    if not fits:
-        raise UserError(f"{KEY}={path}: expected `def {path.rpartition(':')[2]}(metrics)`, a function of one argument")
-    return function
 
 
 async def call_after_steps(controllers: Sequence[ControllerClient], on_step: OnStep) -> None:

@@ -107,11 +107,11 @@ def check_resume(config: Config, train: DatasetCheck) -> None:
     """UserError if the run would continue one that differs: before any process starts, and before its config.yaml is
     overwritten. `train`: what was read of data.train; the controllers compare all prompts, and look for damage."""
     resume = config.run.resume
-    found = memory.complete(config.run.folder)[::-1] if resume == "auto" else store.candidates(resume, Path())
-    if not found or config.run.resume_anyway:
+    saved = memory.complete(config.run.folder)[::-1] if resume == "auto" else store.candidates(resume, Path())
+    if not saved or config.run.resume_anyway:
         return
     try:
-        state = store.read_state(found[0])
+        state = store.read_state(saved[0])
         before, version = state["config"], state["version"]
     except (OSError, ValueError, KeyError):
         return
@@ -123,7 +123,7 @@ def check_resume(config: Config, train: DatasetCheck) -> None:
     if version != __version__:
         listed.append(f"the version of G-Core: {version} -> {__version__}")
     if listed:
-        raise refusal(found[0], listed)
+        raise refusal(saved[0], listed)
 
 
 class Restarts:
@@ -137,7 +137,7 @@ class Restarts:
 
     def from_last_checkpoint(self, config: Config) -> Config:
         """The configuration of a restart. Without a checkpoint of its own, the run starts as it did."""
-        if all(_identity(found) in self._others for found in memory.complete(config.run.folder)):
+        if all(_identity(saved) in self._others for saved in memory.complete(config.run.folder)):
             return config
         return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
 

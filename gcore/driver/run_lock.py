@@ -85,8 +85,8 @@ def hold(folder: Path, say: Say) -> Iterator[Sequence[int]]:
 
 def owner(folder: Path) -> Owner | None:
     """The process that writes to a run folder now; also if it is on another machine and may have died."""
-    found = next(filter(None, map(_read, _places(folder))), None)
-    return None if found is None or found.is_dead else found
+    last = next(filter(None, map(_read, _places(folder))), None)
+    return None if last is None or last.is_dead else last
 
 
 def _places(folder: Path) -> list[Path]:

@@ -7,8 +7,8 @@ stops during a prefill; all running requests make one token per step, and a step
 prompt that was prefilled before with the same weights is cached (siblings, repeated verdicts). There is no work between
 events.
 
-Time is that of the event loop. In an ordinary loop, `speedup` emulated seconds pass per second. In a VirtualLoop
-(gcore.simulate) there is no waiting: time jumps to the next event.
+Time is that of the event loop. In an ordinary loop, `speedup` emulated seconds pass per second. In the
+VirtualLoop of bench/virtual_loop.py there is no waiting: time jumps to the next event.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from gcore.clients import EngineClient, ScorerClient
 from gcore.generation.routing import Router, limits_of, own_replicas, shared_limit
@@ -35,15 +35,7 @@ RECALL_S = 1.0  # between two aborts of the same requests
 MAX_CALLS = 2048  # whose response lengths are held between two reports
 
 
-class RoleClient(Protocol):
-    """The part of any role's client (gcore/clients.py) that a pool uses."""
-
-    @property
-    def name(self) -> str: ...
-    async def stats(self) -> object: ...
-
-
-R = TypeVar("R", bound=RoleClient)
+R = TypeVar("R", EngineClient, ScorerClient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,8 @@ class ClientPool(Generic[R]):
     """Replicas of any role. Implements protocols.ReplicaPool. `router`: None if this pool is the only one."""
 
     def __init__(self, replicas: Sequence[R], router: Router | None = None) -> None:
-        self.replicas, self._router = replicas, router or Router(len(replicas))
+        self.replicas: Sequence[R] = replicas
+        self._router = router or Router(len(replicas))
         self._closed: list[set[Reason]] = [set() for _ in replicas]
         self._waiting: list[tuple[int, int, QueueEntry, asyncio.Future[int]]] = []  # heap; cancelled entries too
         self._arrivals = itertools.count()
@@ -373,7 +366,7 @@ def _with_finish(request: Request, piece: Completion) -> Completion:
     return piece if finish is None else replace(piece, finish=finish)
 
 
-async def _responds(replica: RoleClient, timeout_s: float) -> bool | None:
+async def _responds(replica: EngineClient | ScorerClient, timeout_s: float) -> bool | None:
     try:
         async with asyncio.timeout(timeout_s):
             await replica.stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gcore.config.base import Lora, Model, Serving
 from gcore.hub import model_folder
 from gcore.observe.trace import Tracer
+from gcore.protocols import Engine
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +51,12 @@ class EngineSpec:
 
         device = pick_device(self.device, self.index)
         return device, pick_dtype(self.serving.dtype, device)
+
+
+def make_engine(spec: EngineSpec) -> Engine:
+    """An engine for a language model, by its own file."""
+    engine: Engine = importlib.import_module(spec.serving.traits.module).make_engine(spec)
+    return engine
 
 
 @dataclass(frozen=True, slots=True)

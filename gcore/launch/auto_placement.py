@@ -66,7 +66,7 @@ def _planned(config: Config, slots: int, gpu: Gpu) -> tuple[Config, str]:
             + (f"; possible changes: {', '.join(answer.changes)}" if answer.changes else "")
             + " (set placement.mode to try it anyway)"
         )
-    steps = ", ".join(f"{found.mode} {found.step_s:.1f} s" for found in answer.estimates)
+    steps = ", ".join(f"{each.mode} {each.step_s:.1f} s" for each in answer.estimates)
     report = f"placement.mode=auto: {best.mode} (planned steps on {slots} x {gpu.title}: {steps})"
     split: dict[str, int] = {}
     if best.mode == "static" and len(config.rewards.engine_judges) == 1:

@@ -6,15 +6,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gcore.config.tree import Config
-from gcore.launch.build import arm_faults, quiet, role_device, trace_folder
-from gcore.launch.machines import check_shared_folder
+from gcore.launch.build import arm_faults, quiet, trace_folder
+from gcore.launch.gpu_memory import plan_critic_memory, plan_memory
 from gcore.launch.plan import Plan
+from gcore.launch.user_code import load_policy_loss
 from gcore.modalities.table import kind_of
-from gcore.protocols import Critic, Rendezvous, Trainer
+from gcore.observe.trace import Tracer
+from gcore.protocols import CriticTrainer, Rendezvous, Trainer
 
 if TYPE_CHECKING:
     import torch
 
+    from gcore.training.backend import Backend
     from gcore.weights.publisher import WeightPublisher
 
 
@@ -26,19 +29,16 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
 
         return trainer_of(config, config.training.emulated, rendezvous.rank)
     quiet()
-    check_shared_folder(config.run.folder, plan.nodes)
-    from gcore.launch.gpu_memory import plan_memory
-    from gcore.launch.own_algorithm import load_policy_loss
     from gcore.models.networks import pick_dtype
-    from gcore.observe.trace import Tracer
     from gcore.training.rank import TrainerRank
 
     device, gpu_bytes = _join(config, rendezvous)
     if gpu_bytes and "auto" in (config.training.activation_checkpointing, config.training.offload):
         config = plan_memory(config, plan, gpu_bytes).config  # the driver saw no GPU
+    dtype = pick_dtype(config.training.dtype, device)
     return TrainerRank(
         config,
-        partial(kind_of(config).backend, plan, device, pick_dtype(config.training.dtype, device)),
+        partial(kind_of(config).backend, plan.topology, plan.shard, device, dtype),
         rendezvous.rank,
         plan.trainer_threads,
         Tracer(trace_folder(config), name),
@@ -47,23 +47,29 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     )
 
 
-def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> Critic:
+def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> CriticTrainer:
     """A rank of a critic that has its own ranks."""
     name = f"critic-{rendezvous.rank}"
     arm_faults(config, name, rendezvous)
     quiet()
-    check_shared_folder(config.run.folder, plan.nodes)
-    from gcore.launch.build_backend import build_critic_backend
-    from gcore.launch.gpu_memory import plan_critic_memory
     from gcore.models.networks import pick_dtype
-    from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
+    from gcore.training.critic import fill_from_folder, new_critic, value_model
     from gcore.training.critic_rank import CriticRank
+    from gcore.training.fsdp import FsdpBackend
 
     device, gpu_bytes = _join(config, rendezvous)
     config, dtype = plan_critic_memory(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
-    make = partial(build_critic_backend, config, plan, device, dtype, load_tokenizer(config.model))
-    return CriticRank(config, make, rendezvous.rank, plan.critic_threads, Tracer(trace_folder(config), name))
+    tokenizer, model = load_tokenizer(config.model), config.critic.model or config.model
+
+    def make_backend() -> Backend:
+        critic = new_critic(config, tokenizer, device, config.max_length)
+        assert critic is not None
+        fill = partial(fill_from_folder, model=model, seed=config.run.seed, device=device, tokenizer=tokenizer)
+        shard = plan.critic_shard
+        return FsdpBackend(config, critic.make, device, dtype, shard, fill=fill, wrap=value_model, first="critic")
+
+    return CriticRank(config, make_backend, rendezvous.rank, plan.critic_threads, Tracer(trace_folder(config), name))
 
 
 def _join(config: Config, rendezvous: Rendezvous) -> tuple[torch.device, float]:
@@ -87,7 +93,7 @@ def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Ren
     from gcore.weights.broadcast import BroadcastSender
     from gcore.weights.publisher import WeightPublisher, choose_method
 
-    engine_device = pick_device(role_device(config, config.generation.device))
+    engine_device = pick_device(config.device_of(config.generation))
     on_gpu = device.type == engine_device.type == "cuda"
     same_gpu, one_process = plan.gpu_assignment.engines_share_gpus, rendezvous.address is None
     method = choose_method(config.placement, one_process=one_process, on_gpu=on_gpu, same_gpu=same_gpu)

@@ -25,7 +25,7 @@ from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.scalar import ScalarSource
 from gcore.rewarding.source import Source
 from gcore.rewarding.teacher import TeacherSource, check_tokenizers
-from gcore.rewarding.workers import sources_of
+from gcore.rewarding.workers import WorkerPool
 from gcore.types import Completion, Request, SamplingParams
 
 
@@ -37,7 +37,8 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> W
     sources: list[Source] = []
     if plan.reward_workers:
         logs = log_folder(config)
-        sources += sources_of(rewards, plan.reward_workers, None if logs is None else logs / f"rewards-{rank}.log")
+        log = None if logs is None else logs / f"rewards-{rank}.log"
+        sources += WorkerPool(rewards, plan.reward_workers, log).sources
     else:
         functions = enumerate(rewards.functions)
         sources += [FunctionSource(f, rewards.attempts, f"rewards.functions.{i}") for i, f in functions]

@@ -20,16 +20,16 @@ import numpy as np
 from gcore.config.judges import RemoteJudge, Teacher
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
-from gcore.driver.on_step import load_on_step
-from gcore.launch.build import Roles, see_cluster
+from gcore.launch.build import Roles
 from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.epochs import with_steps
-from gcore.launch.footprint import memory_line
+from gcore.launch.footprint import memory_line, node_parts
 from gcore.launch.gpu_memory import memory_lines
-from gcore.launch.node_checks import check_nodes
-from gcore.launch.pins import check_models, pin
+from gcore.launch.machines import see_cluster
+from gcore.launch.pins import pin
 from gcore.launch.plan import Plan
-from gcore.launch.preflight import Checked, DatasetCheck, make_ready, node_parts
+from gcore.launch.preflight import Checked, DatasetCheck, make_ready
+from gcore.launch.user_code import load_on_step
 from gcore.modalities.table import kind_of
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import WeightedRewarder
@@ -56,12 +56,8 @@ class Score:
 
 def dry_run(config: Config) -> None:
     """Prints what a run would do. Raises UserError if a check fails; the results before it are already printed."""
-    cluster = see_cluster(config)
-    config = pin(config)
-    check_models(config)
-    ready = make_ready(config, cluster)
+    ready = make_ready(pin(config), see_cluster(config))
     config, plan, checked = ready.config, ready.plan, ready.checked
-    differences = check_nodes(config, plan)
     if config.run.on_step is not None:
         load_on_step(config.run.on_step)
     counted, about_steps = with_steps(config)
@@ -82,7 +78,7 @@ def dry_run(config: Config) -> None:
         _print(_labelled("rewards", why))
     elif prompt is not None:
         failed = _show_prompt(config, plan, checked, prompt)
-    for warning in (*checked.warnings, *differences):
+    for warning in checked.warnings:
         print(f"\nwarning: {warning}")
     sys.stdout.flush()  # before the error, which goes to stderr
     if failed:
@@ -161,7 +157,7 @@ async def _score_all(sources: Sequence[Source], group: Sequence[Rollout]) -> lis
 
 async def _score(source: Source, group: Sequence[Rollout]) -> Score:
     try:
-        return Score(source.name, source.weight, (await source.answer(group, 0)).values)
+        return Score(source.name, source.weight, (await source.answer(group)).values)
     except (BadAnswer, TimedOut, RewardError, UserError) as error:
         trace = "\n".join(getattr(error, "__notes__", ()))
         last = "\n".join(trace.strip().splitlines()[-TRACE_LINES:])

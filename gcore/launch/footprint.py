@@ -10,7 +10,7 @@ refused. GPU memory: gpu_memory.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +55,7 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[MemoryPart]:
     def served(what: str, count: int, key: str, model: Model, by: Serving | ScalarReward) -> MemoryPart:
         if isinstance(by, Serving) and by.emulated is not None:
             return part(what, count, key, EMULATED_MB, 0, idle=True)
-        on_gpu = plan.gpus > 0 and (by.device if by.device != "auto" else config.training.device) != "cpu"
-        width = 0 if on_gpu else 2 if by.dtype == "bfloat16" else 4
+        width = 0 if plan.gpus and config.device_of(by) != "cpu" else 2 if by.dtype == "bfloat16" else 4
         return part(what, count, key, ENGINE_MB, num_parameters(model) * width / 2**20)
 
     def key(own: str) -> str:
@@ -85,6 +84,15 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[MemoryPart]:
     workers = plan.controllers * plan.reward_workers
     every.append(MemoryPart("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
     return [each for each in every if each.count]
+
+
+def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[MemoryPart]]]:
+    """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
+    nodes = []
+    for i, node in enumerate(plan.nodes):
+        own = parts(config, plan.on_node(i), trains)
+        nodes.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
+    return [(node, own) for node, own in nodes if own]
 
 
 def check_sizes(every: Sequence[MemoryPart], machine: Machine) -> list[str]:
@@ -146,35 +154,35 @@ def _bytes_per_weight(file: Path) -> int:
 
 
 def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
-    """What a trainer rank holds, and its copy of what it writes of a checkpoint (if checkpoint.asynchronous).
-
-    On a CPU it holds weights, gradients, moments and the reference; with adapters only the weights count. On a GPU:
-    what training.offload keeps in host memory (`auto`: not decided yet, counted as nothing)."""
-    offload, trainer = config.training.offload, config.placement.trainer
-    on_gpu, adapters = plan.gpus > 0 and config.training.device != "cpu", config.model.lora is not None
-    own = num_parameters(config.model) / plan.shard / trainer.tensor_parallel
-    state = state_bytes(own, 0 if adapters else own, 2 if on_gpu else 4, config.has_reference, adapters)
-    state |= {"critic": 0.0, "critic moments": 0.0, "critic gradients": 0.0}
+    """What a trainer rank holds, and its copy of what it writes of a checkpoint."""
+    adapters, sharing = config.model.lora is not None, plan.shard * config.placement.trainer.tensor_parallel
+    own = num_parameters(config.model) / sharing
+    state = state_bytes(own, 0 if adapters else own, 2 if plan.gpus else 4, config.has_reference, adapters)
+    saved = () if adapters else ("weights", "moments", "reference")  # adapters are small
     if config.algorithm.estimator.critic and not config.critic_ranks:
-        critic = num_parameters(config.critic.model or config.model) / plan.shard / trainer.tensor_parallel
+        critic = num_parameters(config.critic.model or config.model) / sharing
         state |= {"critic": 4 * critic, "critic moments": 8 * critic, "critic gradients": 4 * critic}
-    held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
-    snapshot = state["critic"] + state["critic moments"]
-    snapshot += 0.0 if adapters else state["weights"] + state["moments"] + state["reference"]
-    snapshot *= config.checkpoint.asynchronous
     ranks = len(plan.role_nodes.get("trainer", ())) or plan.trainers  # of all nodes
-    copies = max(1.0, ranks / plan.shard / trainer.tensor_parallel)  # of the weights: each writes a part
-    return sum(state[name] for name in held) / 2**20, snapshot / copies / 2**20
+    return _held_and_copied(config, plan, state, (*saved, "critic", "critic moments"), ranks / sharing)
 
 
 def _critic_mb(config: Config, plan: Plan) -> tuple[float, float]:
     """The same for a rank of a critic that has its own ranks."""
-    offload, on_gpu = config.training.offload, plan.gpus > 0 and config.training.device != "cpu"
-    own = num_parameters(config.critic.model or config.model) / plan.critic_shard / 2**20
-    copies = max(1.0, config.critic_ranks / plan.critic_shard)
-    state = {"weights": 4 * own, "moments": 8 * own, "gradients": 4 * own}
-    held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
-    return sum(state.get(name, 0.0) for name in held), 12 * own / copies * config.checkpoint.asynchronous
+    own = num_parameters(config.critic.model or config.model) / plan.critic_shard
+    state, copies = state_bytes(own, own, 4, False, False), config.critic_ranks / plan.critic_shard
+    return _held_and_copied(config, plan, state, ("weights", "moments"), copies)
+
+
+def _held_and_copied(
+    config: Config, plan: Plan, state: Mapping[str, float], saved: Sequence[str], copies: float
+) -> tuple[float, float]:
+    """On a CPU a rank holds all of its state. On a GPU: what training.offload keeps in host memory (`auto`: not known
+    yet, counted as nothing). The copy is made if checkpoint.asynchronous; each of the `copies` of the weights writes a
+    part."""
+    offload = config.training.offload
+    held = tuple(state) if not plan.gpus else () if offload == "auto" else off_gpu(offload)
+    copied = sum(state.get(name, 0.0) for name in saved) / max(1.0, copies) * config.checkpoint.asynchronous
+    return sum(state.get(name, 0.0) for name in held) / 2**20, copied / 2**20
 
 
 def _listed(every: Sequence[MemoryPart]) -> str:

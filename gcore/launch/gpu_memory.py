@@ -42,6 +42,7 @@ from gcore.types import UserError
 NEGLIGIBLE = 0.05  # of a GPU: a smaller peak needs no table
 WORTH_CHANGING = 0.05  # share of the peak of parts that advice is about
 MEGATRON_STATE = ("weights", "gradients", "optimizer", "reference")  # on the GPU at all times
+ACTIVATION_SHARE = 0.25  # of a GPU: a denoiser whose samples need more recomputes its activations
 BYTES = 2  # engines and scorers on a GPU: bfloat16
 
 
@@ -64,26 +65,23 @@ def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> M
     training = config.training
     if training.emulated is not None:
         return MemoryPlan(config)
-    if not _on_gpu(config, plan):
+    if not plan.gpus:
         return MemoryPlan(with_keys(config, training.activation_checkpointing is True, "none"))
     if gpu_bytes is None and (gpu_bytes := detect_gpu_bytes()) is None:
         return MemoryPlan(config, note=_unplanned(config))
-    return kind_of(config).plan_memory(plan, gpu_bytes)
-
-
-def plan_language_memory(config: Config, plan: Plan, gpu_bytes: float) -> MemoryPlan:
-    training = config.training
     if config.critic_ranks:
         plan_critic_memory(config, plan, gpu_bytes)  # a UserError now, not after the start of all processes
+    if (activations := kind_of(config).activation_bytes) is not None:
+        return _plan_activations(config, activations, gpu_bytes)
     try:
         shape = model_shape(config.model, "model.path")
     except UserError as error:  # a kind of model that the planner does not know
-        chosen = training.activation_checkpointing is True, "none" if training.offload == "auto" else training.offload
-        return MemoryPlan(with_keys(config, *chosen), note=f"GPU memory is not planned: {error}")
+        return MemoryPlan(_without_auto(config), note=f"GPU memory is not planned: {error}")
     if training.backend == "megatron":
         return _plan_megatron(config, plan, shape, gpu_bytes)
-    choice = choose_for_trainer(config, plan, shape, gpu_bytes)
-    free = choose_for_trainer(with_keys(config, "auto", "auto"), plan, shape, gpu_bytes)
+    rank, beside = rank_of(config, plan, shape), engines_beside(config, plan, shape, gpu_bytes)
+    choice = choose(rank, beside, gpu_bytes, training.activation_checkpointing, training.offload)
+    free = choose(rank, beside, gpu_bytes)
     if not choice.fits:
         raise UserError(f"this run does not fit on its GPUs: {_needed(choice)}; {_advice(config, choice, free)}")
     note = ""
@@ -93,6 +91,17 @@ def plan_language_memory(config: Config, plan: Plan, gpu_bytes: float) -> Memory
             f"{_advice(config, choice, free)}"
         )
     return MemoryPlan(with_keys(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
+
+
+def _plan_activations(config: Config, activations: float, gpu_bytes: float) -> MemoryPlan:
+    """Recomputation, if the activations of one sample need a large part of the GPU. Nothing is off-loaded, and nothing
+    is refused: `gcore plan --denoiser` estimates the rest."""
+    wanted, config = config.training.activation_checkpointing, _without_auto(config)
+    if wanted != "auto" or not activations:
+        return MemoryPlan(config)
+    recompute = activations > ACTIVATION_SHARE * gpu_bytes
+    note = f"a sample needs {activations / GB:.1f} GB of activations without training.activation_checkpointing"
+    return MemoryPlan(with_keys(config, recompute, config.training.offload), note=note)
 
 
 def _plan_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> MemoryPlan:
@@ -119,27 +128,18 @@ def _plan_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
     return MemoryPlan(with_keys(config, recompute, "none"), note=note)
 
 
-def choose_for_trainer(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Choice:
-    """Checkpointing and off-load for these GPUs, with the memory of every phase. Pure."""
-    training = config.training
-    beside = engines_beside(config, plan, shape, gpu_bytes)
-    checkpointing, offload = training.activation_checkpointing, training.offload
-    return choose(rank_of(config, plan, shape), beside, gpu_bytes, checkpointing, offload)
-
-
 def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
     training, lora = config.training, config.model.lora
-    longest = config.data.max_prompt_length + config.generation.max_response_length
     return TrainingRank(
         shape,
         shard=plan.shard,
         tensor_parallel=config.placement.trainer.tensor_parallel,
-        max_tokens=max(training.max_tokens_per_gpu, -(-longest // training.context_parallel)),
+        max_tokens=max(training.max_tokens_per_gpu, -(-config.max_length // training.context_parallel)),
         kl=config.has_reference,
         critic=critic_shape(config, shape),
         # Those of a vision tower are few beside its activations: they are not counted, but not 0.
         adapters=max(1, "text" in lora.parts and adapter_parameters(shape, lora.rank, lora.targets)) if lora else 0,
-        cpu=not _on_gpu(config, plan),
+        cpu=not plan.gpus,
         float32=training.dtype == "float32",
         compiled=training.compile is not False,
     )
@@ -155,14 +155,13 @@ def plan_critic_memory(config: Config, plan: Plan, gpu_bytes: float) -> Config:
     except UserError:  # a kind of model that the planner does not know
         gpu_bytes = 0.0
     if not gpu_bytes:
-        return with_keys(config, checkpointing is True, "none" if offload == "auto" else offload)
-    longest = config.data.max_prompt_length + config.generation.max_response_length  # critic ranks share no sample
+        return _without_auto(config)
     rank = replace(
         rank_of(config, plan, shape),
         shape=replace(shape, tied=True),
         shard=plan.critic_shard,
         tensor_parallel=1,
-        max_tokens=max(training.max_tokens_per_gpu, longest),
+        max_tokens=max(training.max_tokens_per_gpu, config.max_length),  # critic ranks share no sample
         kl=False,
         adapters=0,
     )
@@ -193,10 +192,9 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
     if config.placement.mode == "disaggregated" or not plan.gpus:
         return Engines()
     asleep, generation = ENGINE.asleep_gb * GB, config.generation
-    longest = config.data.max_prompt_length + generation.max_response_length
     samples = config.sampling.prompts_per_step * config.sampling.samples_per_prompt
     rows = min(generation.max_concurrent, -(-samples // max(1, plan.engines)))
-    cache = rows * longest * shape.kv_bytes_per_token if not generation.traits.loads_folder else 0
+    cache = rows * config.max_length * shape.kv_bytes_per_token if not generation.traits.loads_folder else 0
     policy = _awake(config, generation, shape.parameters, gpu_bytes) + (cache if _uses_gpu(config, generation) else 0)
     if generation.traits.loads_folder:
         policy /= plan.engines_per_gpu
@@ -221,7 +219,7 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
         weights = BYTES * num_parameters(scorer.model) if _uses_gpu(config, scorer) else 0
         others += each(plan.scorers[scorer.name], 1) * weights
     replicas = each(plan.engines, generation.tensor_parallel)
-    if not (policy and _sleeps(config)):
+    if not (policy and plan.sleep_level):
         return Engines(*[replicas * policy + others] * 3)
     weights = BYTES * shape.parameters / generation.tensor_parallel
     return Engines(
@@ -292,7 +290,7 @@ def _needed(choice: Choice) -> str:
 def _advice(config: Config, choice: Choice, free: Choice) -> str:
     """Keys to change: first those that would help if they were `auto` (`free`), then those of the largest parts."""
     training, parts, rank = config.training, choice.gpu[choice.worst], choice.rank
-    longest = config.data.max_prompt_length + config.generation.max_response_length
+    longest = config.max_length
     state = sum(parts.get(name, 0.0) for name in ("weights", "gradients", "moments", "copies", "reference", "critic"))
     activations = parts.get("activations", 0.0) + parts.get("work", 0.0)
     more = f"use more GPUs (placement.trainer.ranks, shard={rank.shard})"
@@ -333,19 +331,20 @@ def _unplanned(config: Config) -> str:
 # ---- parts of the configuration -----------------------------------------------------------------------------------
 
 
+def _without_auto(config: Config) -> Config:
+    """Without recomputation and off-load, where the recipe does not ask for them."""
+    checkpointing, offload = config.training.activation_checkpointing, config.training.offload
+    return with_keys(config, checkpointing is True, "none" if offload == "auto" else offload)
+
+
 def with_keys(config: Config, checkpointing: bool | str, offload: str) -> Config:
     """With these values of training.activation_checkpointing and training.offload."""
     changes = {"activation_checkpointing": checkpointing, "offload": offload}
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
 
 
-def _on_gpu(config: Config, plan: Plan) -> bool:
-    return plan.gpus > 0 and config.training.device != "cpu"
-
-
 def _uses_gpu(config: Config, by: Serving | ScalarReward) -> bool:
-    device = by.device if by.device != "auto" else config.training.device
-    return device != "cpu" and not (isinstance(by, Serving) and by.emulated is not None)
+    return config.device_of(by) != "cpu" and not (isinstance(by, Serving) and by.emulated is not None)
 
 
 def _awake(config: Config, serving: Serving, parameters: int, gpu_bytes: float) -> float:
@@ -355,9 +354,3 @@ def _awake(config: Config, serving: Serving, parameters: int, gpu_bytes: float) 
     if serving.traits.loads_folder:
         return serving.gpu_memory_utilization * gpu_bytes
     return float(BYTES * parameters)
-
-
-def _sleeps(config: Config) -> bool:
-    """Whether policy engines free their memory while the trainer works; as sleep_level in build.py, on GPUs."""
-    generation = config.generation
-    return generation.traits.sleeps and not config.sampling.max_staleness and generation.sleep != 0

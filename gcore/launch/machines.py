@@ -7,7 +7,6 @@ this machine ─────────────┴──> Cluster ──mak
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from gcore.config.tree import Config
 from gcore.types import UserError
 
 ACCELERATOR = "accelerator_type:"  # Ray's resource that names the GPUs of a node, accelerator_type:H100
@@ -82,6 +82,14 @@ def cluster_of(nodes: Sequence[Mapping[str, Any]], driver: str) -> Cluster:
     return Cluster(tuple(sorted(machines, key=lambda node: (node.node_id != driver, node.address, node.node_id))))
 
 
+def see_cluster(config: Config) -> Cluster:
+    """The machines of the run: the nodes of the Ray cluster at RAY_ADDRESS, which is joined, or this machine."""
+    from gcore.runtime.ray_cluster import is_joined, list_nodes
+
+    is_alone = config.runtime == "local" or not is_joined()
+    return Cluster((detect_machine(),)) if is_alone else cluster_of(*list_nodes())
+
+
 def detect_machine() -> Machine:
     """The cores that this process may use, the GPUs and the memory. Does not import torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -94,15 +102,6 @@ def detect_machine() -> Machine:
             gpus = 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(cores, gpus, *_see_memory())
-
-
-def check_shared_folder(folder: Path, nodes: Sequence[Machine]) -> None:
-    """On several nodes, controllers and trainer ranks write to the run's folder, which the driver has made."""
-    if len(nodes) > 1 and not (folder / "config.yaml").is_file():
-        raise UserError(
-            f"run.dir={folder.parent}: the folder of the run is not visible on {socket.gethostname()}; with several "
-            "nodes, run.dir must be on storage that they share, at the same path"
-        )
 
 
 def _see_memory() -> tuple[int, int]:

@@ -17,8 +17,7 @@ from gcore import user_files
 from gcore.config.engines import ENGINES
 from gcore.config.judges import VerdictJudge
 from gcore.config.tree import Config
-from gcore.launch.build import look_at_nodes, see_nodes
-from gcore.launch.machines import Cluster, Machine
+from gcore.launch.machines import Cluster, Machine, cluster_of
 from gcore.launch.pins import models_of
 from gcore.launch.plan import Plan
 from gcore.rewarding.judge import FUNCTION
@@ -182,6 +181,16 @@ def compare_nodes(config: Config, nodes: Sequence[Machine], trains: bool) -> lis
     ]
 
 
+def look_at_nodes(
+    nodes: Sequence[Machine], paths: Sequence[str] = (), folder: Path | None = None, megabytes: int = 0
+) -> tuple[NodeFacts, list[NodeFacts]]:
+    """Facts of the driver's machine, and of the nodes of the cluster that this process has joined."""
+    from gcore.runtime import nodes as probes
+
+    addresses = {node.node_id: node.address for node in nodes}
+    return probes.look_here(paths), probes.look_at_nodes(addresses, paths, folder, megabytes)
+
+
 class NodeGate:
     """The nodes that a run may use later. One that joins and would break the run is left out, and named once."""
 
@@ -207,7 +216,11 @@ class NodeGate:
 
 def cluster_doctor(folder: str) -> int:
     """Prints the nodes and their differences. 2: a run would break; 0: it would not."""
-    cluster = see_nodes()
+    from gcore.runtime.ray_cluster import is_joined, list_nodes
+
+    if not is_joined():
+        raise UserError("RAY_ADDRESS is not set; expected the address of a Ray cluster, HOST:PORT or auto")
+    cluster = cluster_of(*list_nodes())
     directory = Path(folder)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gcore.config.base import Model
-from gcore.config.judges import RemoteJudge, ServedJudge
+from gcore.config.base import Model, Section
+from gcore.config.data import Dataset
+from gcore.config.judges import ServedJudge
 from gcore.config.load import parse_yaml
 from gcore.config.tree import Config
 from gcore.hub import is_id, model_folder, pin_model
-from gcore.prompts.rows import pin_rows
+from gcore.prompts.stored import pin_rows
 from gcore.types import UserError
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
@@ -28,29 +29,31 @@ PINNED = (("path", "revision"), ("tokenizer", "tokenizer_revision"))
 
 def pin(config: Config) -> Config:
     """The recipe with a commit for every hub id. A resumed run keeps its commits."""
-    config = _with_commits_of_resumed_run(config)
-    rewards = config.rewards
-    scorers = [
-        spec.model_copy(update={"model": pin_model(spec.model, f"rewards.models.{i}.model")})
-        for i, spec in enumerate(rewards.models)
-    ]
-    judges = [
-        spec
-        if isinstance(spec, RemoteJudge)
-        else spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")})
-        for i, spec in enumerate(rewards.judges)
-    ]
-    critic = config.critic
-    if critic.model is not None:
-        critic = critic.model_copy(update={"model": pin_model(critic.model, "critic.model")})
-    return config.model_copy(
-        update={
-            "model": pin_model(config.model),
-            "critic": critic,
-            "data": _pin_data(config.data),
-            "rewards": rewards.model_copy(update={"models": scorers, "judges": judges}),
-        }
-    )
+    pinned: Config = _pinned(_with_commits_of_resumed_run(config), "")
+    return pinned
+
+
+def _pinned(part: Any, key: str) -> Any:
+    """A part of the configuration, with commits for the models and datasets in it."""
+    match part:
+        case Model():
+            return pin_model(part, key)
+        case Dataset():
+            return pin_rows(part, key)
+        case Section():
+            changes = _changed(dict(part), key)
+            return part.model_copy(update=changes) if changes else part  # the other fields stay unset
+        case dict():
+            return {**part, **changes} if (changes := _changed(part, key)) else part
+        case [Section(), *_]:
+            return [_pinned(each, f"{key}.{i}") for i, each in enumerate(part)]
+        case _:
+            return part
+
+
+def _changed(parts: Mapping[str, Any], key: str) -> dict[str, Any]:
+    pinned = {name: _pinned(part, f"{key}.{name}".lstrip(".")) for name, part in parts.items()}
+    return {name: part for name, part in pinned.items() if part is not parts[name]}
 
 
 def models_of(config: Config) -> dict[str, Model]:
@@ -64,8 +67,7 @@ def models_of(config: Config) -> dict[str, Model]:
 
 def check_models(config: Config) -> None:
     """UserError if a path is not a model, or if its context window is too short for the recipe."""
-    whole = config.data.max_prompt_length + config.generation.max_response_length
-    keys_of_whole = "data.max_prompt_length + generation.max_response_length"
+    whole, keys_of_whole = config.max_length, "data.max_prompt_length + generation.max_response_length"
     _check(config.model, "model", keys_of_whole, whole)
     for key, judge in config.rewards.engine_judges_by_key.items():
         if isinstance(judge, ServedJudge):
@@ -135,16 +137,6 @@ def _check(model: Model, key: str, length_keys: str, longest: int) -> None:
         raise UserError(
             f"{length_keys} = {longest} exceeds the context window of {key}.path={model.path}: {window} tokens"
         )
-
-
-def _pin_data(data: Any) -> Any:
-    def pinned(part: Any, key: str) -> Any:
-        if isinstance(part, dict):  # several evaluation sets
-            return {name: pin_rows(spec, f"{key}.{name}") for name, spec in part.items()}
-        return pin_rows(part, key)
-
-    parts = {name: getattr(data, name) for name in ("train", "eval")}
-    return data.model_copy(update={n: pinned(part, f"data.{n}") for n, part in parts.items() if part is not None})
 
 
 def _with_commits_of_resumed_run(config: Config) -> Config:

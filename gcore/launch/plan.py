@@ -19,6 +19,7 @@ from gcore.config.megatron import topology_of
 from gcore.config.tree import Config
 from gcore.launch.gpu_assignment import CRITIC, TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
 from gcore.launch.machines import Cluster, Machine, as_cluster
+from gcore.modalities.table import kind_of
 from gcore.placement.grid import POLICY, DeviceGrid, Split, shares, split_by
 from gcore.types import Topology, UserError
 
@@ -44,6 +45,7 @@ class Plan:
     critics: int = 0  # ranks of a critic that has its own
     critic_shard: int = 1  # of them, those that share one copy of the weights
     critic_threads: int = 1
+    sleep_level: int = 0  # of the policy's engines while the trainer works; 0: they do not sleep
     grid: DeviceGrid | None = None  # slots that roles share; None: every role keeps its devices
     gpu_assignment: GpuAssignment = field(default_factory=GpuAssignment)  # GPUs of each replica
     nodes: tuple[Machine, ...] = ()
@@ -54,16 +56,6 @@ class Plan:
         """Policy engines on the GPU that has most of them; 1 on CPU. They divide generation.gpu_memory_utilization."""
         taken = Counter(gpu for gpus in self.gpu_assignment.replicas.get("engine", ()) for gpu in gpus)
         return max(taken.values(), default=1)
-
-    @property
-    def data_parallel(self) -> int:
-        """Replicas of the trainer's model that train on different samples."""
-        return self.topology.data_parallel
-
-    @property
-    def tensor_parallel(self) -> int:
-        """Trainer ranks that split each matrix: ranks t, t + 1, ... t + tensor_parallel - 1."""
-        return self.topology.tensor
 
     @property
     def num_processes(self) -> int:
@@ -91,16 +83,15 @@ class Plan:
         prompts, mini_batches = config.sampling.prompts_per_step, config.algorithm.mini_batches
         steps = config.run.total_steps
         text, samples, trained = _step_size(config)
-        longest = config.data.max_prompt_length + config.generation.max_response_length
         return [
-            f"step         {text}, at most {samples * longest:,} tokens",
+            f"step         {text}, at most {samples * config.max_length:,} tokens",
             f"update       {mini_batches} mini-batch(es) of {trained // mini_batches} samples,"
             f" micro-batches of at most {config.training.max_tokens_per_gpu:,} tokens per rank",
             f"run          {steps} steps = {steps * prompts:,} {'rows' if config.is_offline else 'prompts'},"
             f" {steps * samples:,} samples",
             f"processes    1 driver, {self.controllers} controller(s), {self.engines} engine(s) x {self.engine_threads}"
             f" thread(s), {self.trainers} trainer rank(s) x {self.trainer_threads} thread(s)"
-            + (f" in tensor-parallel groups of {self.tensor_parallel}" if self.tensor_parallel > 1 else "")
+            + (f" in tensor-parallel groups of {self.topology.tensor}" if self.topology.tensor > 1 else "")
             + (f", pipeline of {self.topology.pipeline} stages" if self.topology.pipeline > 1 else "")
             + (f", experts divided by {self.topology.expert}" if self.topology.expert > 1 else "")
             + (f", {self.critics} critic rank(s) x {self.critic_threads} thread(s)" if self.critics else "")
@@ -124,20 +115,20 @@ class Plan:
         ]
 
     def _devices(self) -> str:
-        found = self.gpu_assignment
-        if found.share < 1:
+        assigned = self.gpu_assignment
+        if assigned.share < 1:
             engines = "engine" if self.engines_per_gpu == 1 else f"{self.engines_per_gpu} engines"
             return f"{self.gpus} GPU(s), {engines} and trainer rank i share GPU i"
         return f"{self.gpus} GPU(s): " + ", ".join(
-            f"{kind} {sum(found.bundles[i] for bundles in replicas for i in bundles)}"
-            for kind, replicas in found.replicas.items()
+            f"{kind} {sum(assigned.bundles[i] for bundles in replicas for i in bundles)}"
+            for kind, replicas in assigned.replicas.items()
         )
 
     def _node_lines(self, config: Config) -> list[str]:
         lines = [f"nodes        {len(self.nodes)} of the Ray cluster"]
         for i, node in enumerate(self.nodes):
             ranks = {kind: [r for r, at in enumerate(nodes) if at == i] for kind, nodes in self.role_nodes.items()}
-            roles = ", ".join(f"{kind} {_spans(found)}" for kind, found in ranks.items() if found) or "no role"
+            roles = ", ".join(f"{kind} {_spans(here)}" for kind, here in ranks.items() if here) or "no role"
             gpus = f", {node.gpus} GPU(s)" if node.gpus else ""
             lines.append(f"{'':13}{node.address or 'this machine'}: {node.cores} core(s){gpus}: {roles}")
         paths = {"run.dir": config.run.dir, "model.path": config.model.path}
@@ -217,6 +208,7 @@ def make_plan(config: Config, machines: Cluster | Machine) -> Plan:
         critic_threads=critic_threads if critic_threads != "auto" else train_threads,
         gpus=gpus if is_separate else len(assigned.bundles),
         reward_workers=_reward_workers(config, cluster, role_nodes["controller"]),
+        sleep_level=_sleep_level(config, any(node.gpus for node in nodes)),
         judges=judges,
         scorers=scorers,
         grid=grid,
@@ -281,6 +273,18 @@ def _reward_workers(config: Config, cluster: Cluster, controller_nodes: tuple[in
     return 0 if config.runtime == "local" else min(MAX_AUTO, _cores_per(cluster, controller_nodes))
 
 
+def _sleep_level(config: Config, has_gpus: bool) -> int:
+    level = config.generation.sleep
+    if not kind_of(config).engines_sleep or config.sampling.max_staleness:
+        return 0
+    if config.placement.mode == "disaggregated":  # the trainer does not need their memory
+        return 0
+    if level != "auto":
+        return level
+    on_gpu = has_gpus and config.device_of(config.generation) != "cpu"
+    return (1 if config.model.lora else 2) if on_gpu else 0  # adapters need the base weights, which level 1 keeps
+
+
 def _cores_per(cluster: Cluster, nodes: tuple[int, ...]) -> int:
     """Cores for each of these processes, on the node where they have the fewest."""
     return min(max(1, cluster.nodes[node].cores // count) for node, count in Counter(nodes).items())
@@ -326,16 +330,16 @@ def _role_nodes(
 ) -> dict[str, tuple[int, ...]]:
     """The node of every process. `group`: trainer ranks per tensor-parallel group."""
     if assigned.bundles:
-        found = {kind: tuple(assigned.node_of(kind, i) for i in range(count)) for kind, count in counts.items()}
-        ranks = found[TRAINER][::group]
+        nodes = {kind: tuple(assigned.node_of(kind, i) for i in range(count)) for kind, count in counts.items()}
+        ranks = nodes[TRAINER][::group]
         if controllers < len(ranks):  # each of them calls ranks on several nodes
-            return {**found, "controller": tuple(ranks[i * len(ranks) // controllers] for i in range(controllers))}
-        near = [*ranks, *found["engine"]]  # a controller without ranks calls only engines
-        return {**found, "controller": tuple(near[i % len(near)] for i in range(controllers))}
+            return {**nodes, "controller": tuple(ranks[i * len(ranks) // controllers] for i in range(controllers))}
+        near = [*ranks, *nodes["engine"]]  # a controller without ranks calls only engines
+        return {**nodes, "controller": tuple(near[i % len(near)] for i in range(controllers))}
     order = _spread(cluster, max(controllers, *counts.values()))
-    found = {kind: tuple(order[:count]) for kind, count in counts.items()}
-    found[TRAINER] = tuple(order[rank // group] for rank in range(counts[TRAINER]))
-    return {**found, "controller": tuple(order[:controllers])}
+    nodes = {kind: tuple(order[:count]) for kind, count in counts.items()}
+    nodes[TRAINER] = tuple(order[rank // group] for rank in range(counts[TRAINER]))
+    return {**nodes, "controller": tuple(order[:controllers])}
 
 
 def _spread(cluster: Cluster, count: int) -> list[int]:

@@ -32,14 +32,15 @@ from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
 from gcore.content.families import KINDS
 from gcore.launch.auto_placement import choose_mode
-from gcore.launch.build import Roles, load_filter, load_workflow, quiet
+from gcore.launch.build import Roles, quiet
 from gcore.launch.build_rewarder import build_rewarder
-from gcore.launch.footprint import MemoryPart, check_sizes, parts
+from gcore.launch.footprint import check_sizes, node_parts
 from gcore.launch.gpu_memory import MemoryPlan, plan_memory
-from gcore.launch.machines import Cluster, Machine
-from gcore.launch.own_algorithm import load_policy_loss, make_scoring
-from gcore.launch.pins import find_weights
+from gcore.launch.machines import Cluster
+from gcore.launch.node_checks import check_nodes
+from gcore.launch.pins import check_models, find_weights
 from gcore.launch.plan import Plan, make_plan
+from gcore.launch.user_code import load_filter, load_policy_loss, load_workflow, make_scoring
 from gcore.modalities.base import PolicyKind
 from gcore.modalities.table import kind_of
 from gcore.observe.trackers import check_trackers
@@ -47,7 +48,6 @@ from gcore.prompts.answers import load_answered
 from gcore.prompts.media import BadMedia
 from gcore.prompts.rows import PROMPTS, check_numbers, load_rows, prompt_of, reward_columns
 from gcore.prompts.source import check_bad_rows, sample_digest, sample_of
-from gcore.prompts.tokenizer import stop_tokens
 from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
@@ -111,10 +111,13 @@ class ReadyRun:
 def make_ready(config: Config, cluster: Cluster, trains: bool = True) -> ReadyRun:
     """For these machines: the placement mode, the plan, the memory of the trainer, all checks. Here the plan of a run
     is made, once. UserError if the run cannot work there."""
+    check_models(config)
     config, mode_note = choose_mode(config, cluster)
     plan = make_plan(config, cluster)
     memory = plan_memory(config, plan) if trains else MemoryPlan(config)
-    return ReadyRun(memory.config, plan, mode_note, memory, preflight(memory.config, plan, trains))
+    checked = preflight(memory.config, plan, trains)
+    checked.warnings.extend(check_nodes(memory.config, plan, trains))
+    return ReadyRun(memory.config, plan, mode_note, memory, checked)
 
 
 def preflight(config: Config, plan: Plan, trains: bool = True) -> Checked:
@@ -148,7 +151,7 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
     _devices(config, plan)
     warnings += _sizes(config, plan, trains)
     kind = kind_of(config)
-    warnings += kind.check(plan, trains)
+    warnings += kind.check(plan.topology, trains)
     datasets = [_open(config, "train", config.data.train, kind.media)]
     datasets += [_open(config, "eval", spec, kind.media, name) for name, spec in config.data.eval_sets.items()]
     if config.runtime == "ray" or plan.reward_workers:
@@ -214,15 +217,6 @@ def _packages(config: Config) -> None:
                 f"{key}.engine={serving.engine}: {traits.library} is not installed (see docs/engines.md), or use "
                 f"engine={DEFAULT_ENGINE}"
             )
-
-
-def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[MemoryPart]]]:
-    """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
-    nodes = []
-    for i, node in enumerate(plan.nodes):
-        own = parts(config, plan.on_node(i), trains)
-        nodes.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
-    return [(node, own) for node, own in nodes if own]
 
 
 def _sizes(config: Config, plan: Plan, trains: bool) -> list[str]:
@@ -305,7 +299,7 @@ def _sources(config: Config, datasets: Sequence[OpenDataset]) -> None:
     for data in datasets:
         rows_of: dict[frozenset[str], int] = {}  # the first row that has these columns
         for index in data.sample:
-            rows_of.setdefault(reward_columns(data.rows[index], data.spec, data.key), index)
+            rows_of.setdefault(frozenset(reward_columns(data.rows[index], data.spec, data.key)), index)
         for (names, index), source in itertools.product(rows_of.items(), (*functions, *servers)):
             try:
                 source.check(names)
@@ -359,7 +353,7 @@ def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck
         try:
             prompt = templater.prompt(data.rows[index], index, 0)
             if config.trains_on_answers(data.split):
-                templater.answers(data.rows[index], stop_tokens(config.model, kind.tokenizer))
+                templater.answers(data.rows[index])
             if data.split == "train" and config.training.warm_start is not None:
                 templater.demonstration(data.rows[index])
         except BadMedia as error:

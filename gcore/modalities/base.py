@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gcore.content.base import Modality
+from gcore.types import Topology
 
 if TYPE_CHECKING:
     import torch
 
     from gcore.cost.workload import CostModel
-    from gcore.launch.gpu_memory import MemoryPlan
-    from gcore.launch.plan import Plan
+    from gcore.generation.spec import EngineSpec
     from gcore.protocols import Engine, TrainerInfo
     from gcore.training.backend import Backend
 
@@ -40,7 +40,7 @@ class PolicyKind(Protocol):
         """The kinds of media that prompts may have. Light."""
         ...
 
-    def check(self, plan: Plan, trains: bool) -> list[str]:
+    def check(self, topology: Topology, trains: bool) -> list[str]:
         """Light checks of which keys fit. Raises UserError; returns warnings. `trains`: the run has trainer ranks."""
         ...
 
@@ -48,8 +48,10 @@ class PolicyKind(Protocol):
         """Checks of the network without its weights. Raises UserError."""
         ...
 
-    def plan_memory(self, plan: Plan, gpu_bytes: float) -> MemoryPlan:
-        """The configuration without `auto`, for GPUs with this memory. Light. Raises UserError if nothing fits."""
+    @property
+    def activation_bytes(self) -> float | None:
+        """Of one sample, if they alone decide about the memory of trainer ranks. None: the shape of a language model
+        does (launch/gpu_memory.py). Light."""
         ...
 
     # ---- prompts and samples ----
@@ -82,12 +84,12 @@ class PolicyKind(Protocol):
         """Whether engines can free the memory of their device."""
         ...
 
-    def engine(self, plan: Plan, name: str, index: int) -> Engine:
+    def engine(self, spec: EngineSpec) -> Engine:
         """A replica of the policy, in its own process."""
         ...
 
-    def backend(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> Backend:
-        """Of a trainer rank, in its compute thread."""
+    def backend(self, topology: Topology, shard: int, device: torch.device, dtype: torch.dtype) -> Backend:
+        """Of a trainer rank, in its compute thread. `shard`: data-parallel ranks that share one copy of the weights."""
         ...
 
     # ---- after the run ----

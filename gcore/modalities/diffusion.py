@@ -15,16 +15,14 @@ from gcore.cost.denoisers import MOST_ACTIVATIONS
 from gcore.cost.workload import CostModel
 from gcore.modalities.media_keys import check_media_keys
 from gcore.prompts.conditions import ConditionTemplater, pass_tokens, transformer_config
+from gcore.types import Topology
 
 if TYPE_CHECKING:
     import torch
 
-    from gcore.launch.gpu_memory import MemoryPlan
-    from gcore.launch.plan import Plan
+    from gcore.generation.spec import EngineSpec
     from gcore.protocols import Engine, TrainerInfo
     from gcore.training.fsdp import FsdpBackend
-
-ACTIVATION_SHARE = 0.25  # of a GPU: a network whose samples need more recomputes its activations
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Diffusion:
         assert self.config.generation.denoising is not None
         return self.config.generation.denoising
 
-    def check(self, plan: Plan, trains: bool) -> list[str]:
+    def check(self, topology: Topology, trains: bool) -> list[str]:
         check_media_keys(self.config, None)
         return []
 
@@ -52,23 +50,17 @@ class Diffusion:
 
         check_denoiser(self.config)
 
-    def plan_memory(self, plan: Plan, gpu_bytes: float) -> MemoryPlan:
-        """Recomputation, if the activations of one sample, which are in one micro-batch, need a large part of the GPU.
-        Nothing is off-loaded, and nothing is refused: `gcore plan --denoiser` estimates the rest."""
-        from gcore.cost.training_memory import GB
-        from gcore.launch.gpu_memory import MemoryPlan, with_keys
-
-        training, model, spec = self.config.training, self.config.model, self._spec
-        offload = "none" if training.offload == "auto" else training.offload
-        if training.activation_checkpointing != "auto" or model.path is None:
-            return MemoryPlan(with_keys(self.config, training.activation_checkpointing is True, offload))
+    @property
+    def activation_bytes(self) -> float:
+        """Without recomputation: the passes of one sample are in one micro-batch. 0: a small model that is built."""
+        model, spec = self.config.model, self._spec
+        if model.path is None:
+            return 0.0
         about = transformer_config(model)
         width = int(about["num_attention_heads"]) * int(about["attention_head_dim"])
         depth = int(about["num_layers"]) + int(about.get("num_single_layers") or 0)
         passes = spec.window.size if spec.window else spec.steps - 1
-        kept = passes * pass_tokens(model, spec) * width * depth * MOST_ACTIVATIONS
-        note = f"a sample needs {kept / GB:.1f} GB of activations without training.activation_checkpointing"
-        return MemoryPlan(with_keys(self.config, kept > ACTIVATION_SHARE * gpu_bytes, offload), note=note)
+        return float(passes * pass_tokens(model, spec) * width * depth * MOST_ACTIVATIONS)
 
     def templater(self, split: Literal["train", "eval"], eval_set: str = "") -> ConditionTemplater:
         return ConditionTemplater(self.config, split, eval_set)
@@ -84,33 +76,27 @@ class Diffusion:
     def cost_model(self, info: TrainerInfo) -> CostModel:
         return CostModel(crossover=12.0 * info.hidden_size, causal=False)  # 12 matrices of this width in a layer
 
-    def engine(self, plan: Plan, name: str, index: int) -> Engine:
+    def engine(self, spec: EngineSpec) -> Engine:
         from gcore.diffusion.load import load_denoiser
         from gcore.generation.diffusion import DiffusionEngine
-        from gcore.launch.build import quiet, role_device, trace_folder
-        from gcore.launch.machines import check_shared_folder
-        from gcore.models.networks import adapters_of, pick_device, pick_dtype
-        from gcore.observe.trace import Tracer
+        from gcore.models.networks import adapters_of
 
-        quiet()
-        config, generation = self.config, self.config.generation
-        check_shared_folder(config.run.folder, plan.nodes)
-        device = pick_device(role_device(config, generation.device), index)
-        denoiser = load_denoiser(config, device, pick_dtype(generation.dtype, device), encoders=True)
+        config, generation, (device, dtype) = self.config, self.config.generation, spec.placed()
+        denoiser = load_denoiser(config, device, dtype, encoders=True)
         lora, stale = config.model.lora, config.sampling.staleness
         return DiffusionEngine(
             denoiser,
             self._spec,
-            config.run.folder / "latents" / name,
+            config.run.folder / "latents" / spec.name,
             max_concurrent=generation.max_concurrent,
             keep=stale + 2 * config.checkpoint.every if stale else 1,  # checkpoints refer to samples not trained on yet
-            threads=plan.engine_threads,
+            threads=spec.threads,
             min_step_s=generation.min_step_s,
             adapters=adapters_of(denoiser, lora) if lora else None,
-            tracer=Tracer(trace_folder(config), name),
+            tracer=spec.open_tracer(),
         )
 
-    def backend(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> FsdpBackend:
+    def backend(self, topology: Topology, shard: int, device: torch.device, dtype: torch.dtype) -> FsdpBackend:
         import torch
 
         from gcore.diffusion.load import load_denoiser
@@ -121,7 +107,7 @@ class Diffusion:
         velocity = config.algorithm.kl_estimator == "velocity"
         wrap = functools.partial(DenoiseModel, spec=self._spec, seed=config.run.seed, velocity=velocity)
         make = functools.partial(load_denoiser, config, device, torch.float32, encoders=False)
-        return FsdpBackend(config, make, device, dtype, plan.shard, wrap=wrap)
+        return FsdpBackend(config, make, device, dtype, shard, wrap=wrap)
 
     def export(self, checkpoint: Path, folder: Path, adapters: Path) -> int:
         from gcore.checkpoint.export_pipeline import export_pipeline

@@ -15,19 +15,18 @@ from gcore.content.families import FAMILIES
 from gcore.content.text import ConversationModality, TextModality
 from gcore.cost.shapes import model_shape
 from gcore.cost.workload import CostModel
+from gcore.generation.spec import EngineSpec, make_engine
 from gcore.modalities.media_keys import check_media_keys
 from gcore.modalities.router_replay import model_type, replay_warning, replays_experts
 from gcore.prompts.processor import load_processor, media_family
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
-from gcore.types import UserError
+from gcore.types import Topology, UserError
 
 if TYPE_CHECKING:
     import torch
 
     from gcore.content.processor import MediaProcessor
-    from gcore.launch.gpu_memory import MemoryPlan
-    from gcore.launch.plan import Plan
     from gcore.protocols import Engine, TrainerInfo
     from gcore.training.backend import Backend
 
@@ -39,29 +38,26 @@ class Language:
     config: Config
     media_folder: Path | None = None
     unscored: ClassVar[str] = ""
+    activation_bytes: ClassVar[float | None] = None
 
     @property
     def media(self) -> tuple[str, ...]:
         family = media_family(self.config.model)
         return FAMILIES[family].kinds if family else ()
 
-    @property
-    def _longest(self) -> int:
-        return self.config.data.max_prompt_length + self.config.generation.max_response_length
-
-    def check(self, plan: Plan, trains: bool) -> list[str]:
+    def check(self, topology: Topology, trains: bool) -> list[str]:
         config, training = self.config, self.config.training
         if trains and training.backend == "megatron":
             check_family(model_type(config))
-            check_shape(plan.topology, model_shape(config.model, "model"))
+            check_shape(topology, model_shape(config.model, "model"))
         check_media_keys(config, media_family(config.model))
-        if trains and training.backend == "fsdp" and plan.tensor_parallel > 1:
+        if trains and training.backend == "fsdp" and topology.tensor > 1:
             try:
                 shape = model_shape(config.model, "model")
             except UserError:  # a kind of model that the planner does not know: trainer ranks check it
                 pass
             else:
-                check_tensor_parallel(plan.tensor_parallel, shape)
+                check_tensor_parallel(topology.tensor, shape)
         if not trains:
             return []
         replays_experts(config)
@@ -76,12 +72,7 @@ class Language:
         if config.model.path is not None or config.model.lora is not None:
             from gcore.models.networks import check_policy
 
-            check_policy(config.model, self.tokenizer, self._longest)
-
-    def plan_memory(self, plan: Plan, gpu_bytes: float) -> MemoryPlan:
-        from gcore.launch.gpu_memory import plan_language_memory
-
-        return plan_language_memory(self.config, plan, gpu_bytes)
+            check_policy(config.model, self.tokenizer, config.max_length)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -94,8 +85,9 @@ class Language:
         return load_processor(self.config.model, self.tokenizer, self.media_folder, engine=engine)
 
     def templater(self, split: Literal["train", "eval"], eval_set: str = "") -> Templater:
-        scored = self.config.objective == "reward_model"
-        return Templater(self.tokenizer, self.config.data, split, eval_set, self.processor, scored=scored)
+        config, stops = self.config, stop_tokens(self.config.model, self.tokenizer)
+        scored = config.objective == "reward_model"
+        return Templater(self.tokenizer, config.data, split, eval_set, self.processor, stops, scored)
 
     def modalities(self) -> tuple[Modality, Modality]:
         config, generation = self.config, self.config.generation
@@ -125,12 +117,10 @@ class Language:
     def engines_sleep(self) -> bool:
         return self.config.generation.traits.sleeps
 
-    def engine(self, plan: Plan, name: str, index: int) -> Engine:
-        from gcore.launch.build import make_engine
+    def engine(self, spec: EngineSpec) -> Engine:
+        return make_engine(spec)
 
-        return make_engine(self.config, plan, name, index, self.config.model, self.config.generation, self._longest)
-
-    def backend(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> Backend:
+    def backend(self, topology: Topology, shard: int, device: torch.device, dtype: torch.dtype) -> Backend:
         import torch
 
         from gcore.models.networks import load_scorer, make_empty
@@ -148,18 +138,17 @@ class Language:
         if config.objective == "reward_model":
             padded = with_padding(tokenizer, model)
             scorer = partial(load_scorer, model, seed, torch.float32, device, tokenizer=padded, new_head=True)
-            return FsdpBackend(config, scorer, device, dtype, plan.shard, wrap=ScoreModel)
-        make = partial(make_empty, model, tokenizer, self._longest)
-        critic = None if config.critic_ranks else new_critic(config, tokenizer, device, self._longest)
+            return FsdpBackend(config, scorer, device, dtype, shard, wrap=ScoreModel)
+        make = partial(make_empty, model, tokenizer, config.max_length)
+        critic = None if config.critic_ranks else new_critic(config, tokenizer, device, config.max_length)
         if config.training.backend == "megatron":
             from gcore.training.megatron.backend import MegatronBackend
 
             read = partial(open_weights, model=model, seed=seed, tokenizer=tokenizer)
-            return MegatronBackend(config, make, device, dtype, plan.topology, read, context, critic)
+            return MegatronBackend(config, make, device, dtype, topology, read, context, critic)
         fill = partial(loading.fill, model=model, seed=seed, device=device, tokenizer=tokenizer)
         wrap = MediaLogprobModel if self.media else LogprobModel
-        shards = (plan.shard, plan.tensor_parallel)
-        return FsdpBackend(config, make, device, dtype, *shards, fill, context, wrap, critic)
+        return FsdpBackend(config, make, device, dtype, shard, topology.tensor, fill, context, wrap, critic)
 
     def export(self, checkpoint: Path, folder: Path, adapters: Path) -> int:
         from gcore.checkpoint.export import export_language_model

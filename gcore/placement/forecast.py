@@ -17,6 +17,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gcore.config.placement import Placement
 from gcore.config.sampling import MAX_OVERSAMPLING, acceptance_rate
@@ -32,6 +33,16 @@ FORECAST_POLL_SHARE = 0.025  # of a rollout between two polls: less often than i
 MAX_IDLE_POLLS = 400  # polls without an event: the rule never ends this rollout
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutTimes:
+    """RolloutTimes(seconds=98.0, generating_s=61.0, switching_s=2.4, turns=1)"""
+
+    seconds: float  # inf: the rollout never ends
+    generating_s: float  # while responses are generated
+    switching_s: float  # while all blocks change their owner
+    turns: int  # how often they do
+
+
 class Forecast:
     """One expected rollout, which can be simulated under several placements."""
 
@@ -39,7 +50,7 @@ class Forecast:
         """`view`: before the rollout, with `groups`, `rate` and `samples`. `seed`: of lengths and acceptance, the same
         for all placements that are compared."""
         rng = random.Random(seed)
-        self._static_s: dict[Split, float] = {}  # cache of seconds without moves
+        self._static: dict[Split, RolloutTimes] = {}  # cache of rollouts without moves
         self.resumed, self.first_new = list[int](), 0  # groups that start first; the first group after them
         self.offset, self.acceptance_draws = rng.random(), [rng.random() for _ in range(NUM_DRAWS)]
         self.view, self.costs, self.loads, self.samples = view, costs, view.loads, max(1, view.samples)
@@ -55,21 +66,24 @@ class Forecast:
         per_response = {role: view.loads[role].needed / max(1e-9, policy.needed) for role in self.judges}
         self.verdicts = {role: max(1, round(self.samples * per_response[role])) for role in self.judges}
 
-    def seconds(self, split: Split, rule: Rule | None = None, poll_interval_s: float = 1.0) -> float:
-        """Seconds of the rollout that begins with this split. `rule` None: no block moves. inf: it never ends."""
+    def times(self, split: Split, rule: Rule | None = None, poll_interval_s: float = 1.0) -> RolloutTimes:
+        """Of the rollout that begins with this split. `rule` None: no block moves."""
         if rule is not None:
             return _RolloutModel(self, split, rule, poll_interval_s).run()
-        if split not in self._static_s:
-            self._static_s[split] = _RolloutModel(self, split, None, poll_interval_s).run()
-        return self._static_s[split]
+        if split not in self._static:
+            self._static[split] = _RolloutModel(self, split, None, poll_interval_s).run()
+        return self._static[split]
+
+    def seconds(self, split: Split, rule: Rule | None = None, poll_interval_s: float = 1.0) -> float:
+        return self.times(split, rule, poll_interval_s).seconds
 
     def start_after(self, split: Split) -> Forecast:
         """From now on forecast the rollout after one with this split: groups that it aborted, mostly long ones, start
         first."""
         before = _RolloutModel(self, split, None, 1.0)
-        if before.run() < math.inf:
+        if before.run().seconds < math.inf:
             self.resumed, self.first_new = sorted(before.remaining), before.drawn
-            self._static_s.clear()
+            self._static.clear()
         return self
 
     def arranged(self, split: Split) -> Split:
@@ -107,6 +121,8 @@ class _RolloutModel:
         self.generating = self.judging = 0  # groups
         self.remaining: dict[int, int] = {}  # group -> unfinished requests of its current stage
         self.arriving: list[tuple[float, int, Move]] = []  # arrival time, block
+        self.generating_s = self.switching_s = 0.0
+        self.turns = 0
 
     def _role(self, role: str) -> RolePools:
         forecast, blocks = self.forecast, self.split.blocks(role)
@@ -122,8 +138,7 @@ class _RolloutModel:
         factor = self.forecast.costs.relative.get(block, 1.0)
         return self.roles[role].pools[self.forecast.relative.index(factor)]
 
-    def run(self) -> float:
-        """Seconds of the rollout; inf: it never ends."""
+    def run(self) -> RolloutTimes:
         self._draw_groups()
         next_poll, idle = self.poll_interval_s if self.rule is not None else math.inf, 0
         role, pool = self.pools[0]
@@ -133,9 +148,14 @@ class _RolloutModel:
                 if (next_s := other.next_s()) < ends_s:
                     ends_s, role, pool = next_s, name, other
             arrives_s = self.arriving[0][0] if self.arriving else math.inf
-            self.now = min(ends_s, arrives_s, next_poll)
+            before_s, self.now = self.now, min(ends_s, arrives_s, next_poll)
             if self.now == math.inf or idle > MAX_IDLE_POLLS:
-                return math.inf
+                self.now = math.inf
+                break
+            if self.policy.running:
+                self.generating_s += self.now - before_s
+            elif len(self.arriving) == self.grid.num_blocks:
+                self.switching_s += self.now - before_s
             idle = idle + 1 if self.now == next_poll < min(ends_s, arrives_s) else 0
             if self.now == ends_s:
                 pool.advance(self.now)
@@ -146,7 +166,7 @@ class _RolloutModel:
             else:
                 self._poll()
                 next_poll += self.poll_interval_s
-        return self.now
+        return RolloutTimes(self.now, self.generating_s, self.switching_s, self.turns)
 
     def _draw_groups(self) -> None:
         """Start as many groups as the missing ones need at the acceptance rate, as controllers do."""
@@ -207,6 +227,7 @@ class _RolloutModel:
             self.roles[move.source].resize(pool, pool.replicas - self.grid.per_block(move.source))
             arrives_s = self.now + self.forecast.costs.switch_s(move)
             heapq.heappush(self.arriving, (arrives_s, move.block, move))
+            self.turns += len(self.arriving) == self.grid.num_blocks
 
     def _arrive(self) -> None:
         """Blocks that arrive at the same time share the waiting requests, so the pool grows once."""

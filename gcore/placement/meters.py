@@ -15,10 +15,29 @@ from gcore.placement.grid import POLICY
 from gcore.protocols import EngineStats
 
 DECAY = 0.98  # weight of the older speed measurements at each poll
+QUANTILES = 64
 LEAST_GROUPS = 2  # before requests per group are known
 LEAST_SAMPLES = 16  # of a block, before its relative speed is known
 SAME_SPEED = 0.2  # log: blocks that differ by less from the others count as equally fast
 CERTAINTY = 4.0  # standard errors by which a block must differ beyond that: successive measurements are correlated
+
+
+def quantiles(lengths: Iterable[float]) -> list[float]:
+    """At most QUANTILES sorted values that represent all; the longest is one of them."""
+    ordered = sorted(lengths)
+    return [float(ordered[i]) for i in _evenly_spread(len(ordered))]
+
+
+def call_quantiles(calls: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """At most QUANTILES calls that represent all, by their longest request."""
+    ordered = sorted(calls, key=max)
+    return [ordered[i] for i in _evenly_spread(len(ordered))]
+
+
+def _evenly_spread(count: int) -> Iterable[int]:
+    if count <= QUANTILES:
+        return range(count)
+    return [round(i * (count - 1) / (QUANTILES - 1)) for i in range(QUANTILES)]
 
 
 @dataclass(frozen=True, slots=True)

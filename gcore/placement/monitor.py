@@ -15,11 +15,10 @@ from typing import Any
 
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
-from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter
+from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter, call_quantiles, quantiles
 from gcore.placement.rules import Costs, Load, View
 from gcore.protocols import EngineStats, RoleReport
 
-QUANTILES = 64
 MAX_LENGTHS = 2048  # recent lengths that are kept per role
 MAX_CALLS = 512  # recent calls
 LEAST_RATE = 0.05  # lower bound of the acceptance rate when the missing groups are estimated
@@ -65,7 +64,7 @@ class Monitor:
         self._judging = 0  # groups, at the last poll
         self._at_s: float | None = None
         self.switch_s: dict[str, float] = {}  # of the last move to a role
-        self.latest: dict[tuple[str, int], EngineStats] = {}  # role, replica -> its last counters
+        self._latest: dict[tuple[str, int], EngineStats] = {}  # role, replica -> its last counters
         self._before: dict[tuple[str, int], EngineStats] = {}  # its counters at the previous poll of this rollout
         self.busy: dict[str, float] = dict.fromkeys(grid.roles, 0.0)
 
@@ -102,6 +101,11 @@ class Monitor:
     def is_measured(self, role: str) -> bool:
         """Whether the speed of the role rests on enough measurements."""
         return role in self._speeds.fits and self._speeds.fits[role].n >= 8
+
+    def busy_of(self, role: str, block: int) -> float:
+        """Seconds with a request of the replicas of a role on a block, mean, since they were started."""
+        counters = [self._latest.get((role, i)) for i in self._grid.replicas(role, block)]
+        return sum(c.busy_s for c in counters if c is not None) / len(counters)
 
     def record_switch(self, target: str, seconds: float) -> None:
         self.switch_s[target] = seconds
@@ -163,7 +167,7 @@ class Monitor:
             for report in reports:
                 for i, counters in report.roles[role].replicas.items():
                     before = before_all.get((role, i))
-                    self.latest[role, i] = self._before[role, i] = counters
+                    self._latest[role, i] = self._before[role, i] = counters
                     block = i // self._grid.per_block(role)
                     if before is None or split[block] != role or block in moving:
                         continue
@@ -220,21 +224,3 @@ class Monitor:
         self._ended, self._decided, self._judging = dict.fromkeys(self._ended, 0), {}, 0
         self._at_s, self._before = None, {}
         return decided > 0
-
-
-def quantiles(lengths: Sequence[int]) -> list[float]:
-    """At most QUANTILES sorted values that represent all; the longest is one of them."""
-    ordered = sorted(lengths)
-    if len(ordered) <= QUANTILES:
-        return [float(length) for length in ordered]
-    last = len(ordered) - 1
-    return [float(ordered[round(i * last / (QUANTILES - 1))]) for i in range(QUANTILES)]
-
-
-def call_quantiles(calls: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """At most QUANTILES calls that represent all, by their longest request."""
-    ordered = sorted(calls, key=max)
-    if len(ordered) <= QUANTILES:
-        return ordered
-    last = len(ordered) - 1
-    return [ordered[round(i * last / (QUANTILES - 1))] for i in range(QUANTILES)]

@@ -90,7 +90,7 @@ class Placer:
         self._decided_from: tuple[Split, float | None] = self.split, None  # split and time of the rollout before
         self._no_move_until: dict[int, float] = {}  # blocks whose move was reverted
         self._changed = asyncio.Event()
-        self.timeline = PlacementTimeline(grid, self.split, monitor.latest, 0, 0.0)
+        self.timeline = PlacementTimeline(grid, self.split, monitor.busy_of, 0, 0.0)
 
     # ---- between rollouts -----------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Placer:
         """Poll while the `with` body runs, until it has ended on every controller and no move is in progress.
         `keep_split`: of an evaluation, between `begin` and its rollout: blocks that have moved go back at the end."""
         done = asyncio.Event()
-        self.timeline = PlacementTimeline(self.grid, self.split, self.monitor.latest, step, _now())
+        self.timeline = PlacementTimeline(self.grid, self.split, self.monitor.busy_of, step, _now())
         try:
             async with asyncio.TaskGroup() as tasks:  # if polling fails, the body is cancelled: it may wait for a move
                 tasks.create_task(self._poll_loop(progress, done, step, self.split if keep_split else None))
@@ -282,7 +282,7 @@ class Placer:
         for i in self.grid.replicas(owner, move.block):
             if (owner, i) not in stuck:  # a stuck replica is woken for the next rollout, or dies and is restarted
                 to_reopen.setdefault(owner, []).append(self._pools[owner].replicas[i].name)
-        self.timeline.move_ended(move, moving.since, now, failure)
+        self.timeline.move_ended(move.block, now, failure)
 
     async def _switch(self, move: Move) -> None:
         """Controller 0: put the source's replicas to sleep, wake the target's, load weights."""

@@ -3,8 +3,8 @@
     awake ──sleep: wait for aborted requests to end, free memory──> asleep ──wake──> awake
                                      a command that fails or is cancelled ──> unknown, until the next command
 
-Runs without placement have one switch, for the policy (controller/dispatch.py). With placement there is one per role
-(placer.py). Only controller 0 gives commands.
+Runs without placement have one switch, for the policy (controller/engine_weights.py). With placement there is one per
+role (placer.py). Only controller 0 gives commands.
 """
 
 from __future__ import annotations

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from gcore.cost.backends import Work
 from gcore.cost.costs import MEMORY_FRACTION
 from gcore.cost.shapes import Shape
 from gcore.cost.training_memory import Offload
-from gcore.planner.lengths import Lengths
-from gcore.planner.steps import MODES, POLICY, Mode
+from gcore.placement.grid import POLICY
+from gcore.placement.meters import call_quantiles, quantiles
+from gcore.placement.rules import Load, View
+from gcore.planner.steps import MODES, Mode
 from gcore.types import UserError
 
 WIDTHS = (1, 2, 4, 8)
 VERDICT_SIGMA = 0.3  # verdicts differ less in length than responses (as in scenarios)
+SHARED = 0.5  # share of the variance that siblings have in common, because it depends on the prompt (as in scenarios)
+GROUPS = 512  # whose lengths are drawn for the forecast
+Lengths = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -77,16 +87,49 @@ class Workload:
 
     @property
     def responses(self) -> Lengths:
+        """Lengths of responses, by group and sibling."""
         even = self.response_length == self.max_response_length
-        return Lengths(self.response_length, 0.0 if even else self.sigma, self.max_response_length)
+        sigma = 0.0 if even else self.sigma
+        return drawn_lengths(self.response_length, sigma, self.max_response_length, self.samples)
 
     @property
     def verdicts(self) -> Lengths:
-        return Lengths(self.verdict_length, min(self.sigma, VERDICT_SIGMA), 4 * self.verdict_length)
+        return drawn_lengths(self.verdict_length, min(self.sigma, VERDICT_SIGMA), self.longest_verdict, 1)
 
     @property
     def longest(self) -> int:
         return self.prompt_length + self.max_response_length
+
+    @property
+    def longest_verdict(self) -> int:
+        return 4 * self.verdict_length
+
+    def context(self, role: str) -> float:
+        """Mean context of a sequence while it decodes, in tokens. A running sequence has made half of its tokens; long
+        ones run for longer."""
+        lengths = self.responses if role == POLICY else self.verdicts
+        before = self.prompt_length + (0 if role == POLICY else self.response_length)
+        return before + float((lengths**2).sum() / lengths.sum()) / 2
+
+    def expected(self, shape: Shape, judges: Sequence[str]) -> View:
+        """The view before a rollout. Siblings share one prefill of the prompt, and so do repeated verdicts: engines
+        cache prefixes."""
+        calls = call_quantiles([tuple(call) for call in self.responses.tolist()])
+        needed = self.prompts * self.samples / self.acceptance
+        policy = Load(
+            waiting=round(needed),
+            needed=needed,
+            lengths=quantiles(self.responses.ravel().tolist()),
+            longest=[max(call) for call in calls],
+            prompt=self.prefill(shape) / self.samples,
+        )
+        judge = Load(
+            needed=needed * self.repeats,
+            lengths=quantiles(self.verdicts.ravel().tolist()),
+            prompt=(self.prompt_length + self.response_length) / self.repeats,
+        )
+        loads = {POLICY: policy, **dict.fromkeys(judges, judge)}
+        return View(loads, groups=self.prompts, rate=self.acceptance, samples=self.samples, calls=calls)
 
     @property
     def trained_tokens(self) -> int:
@@ -96,6 +139,19 @@ class Workload:
         """With responses longer by this factor, and a maximum longer by the same."""
         mean, cut = round(self.response_length * factor), round(self.max_response_length * factor)
         return replace(self, response_length=mean, max_response_length=cut)
+
+
+@functools.lru_cache(maxsize=64)
+def drawn_lengths(mean: float, sigma: float, longest: int, siblings: int) -> Lengths:
+    """GROUPS x siblings log-normal lengths, cut at the longest. Their mean is `mean`, after the cut."""
+    rng = np.random.default_rng(0)
+    common, own = rng.standard_normal((GROUPS, 1)), rng.standard_normal((GROUPS, siblings))
+    factors = np.exp(sigma * (math.sqrt(SHARED) * common + math.sqrt(1 - SHARED) * own))
+    least, most = 0.0, longest / float(factors.min())
+    for _ in range(60):  # by bisection
+        median = (least + most) / 2
+        least, most = (median, most) if np.minimum(median * factors, longest).mean() < mean else (least, median)
+    return np.minimum(most * factors, longest)
 
 
 @dataclass(frozen=True)

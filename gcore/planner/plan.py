@@ -3,7 +3,7 @@
     model, judges ──> shapes ─┐
     gpu ──> hardware.json ────┼──> memory of every role and phase ──> tensor parallel sizes that fit
     workload ─────────────────┘                                              │
-                                 each placement at its best sizes <── estimate (estimate.py) ──> PlanResult
+                                each placement at its best sizes <── estimate (steps.py) ──> PlanResult
 
 Every GPU hosts every engine and a shard of the trainer; engines that are not used sleep. All are tried: the trainer's
 state stays on the GPUs during the rollout, or its moments or all of it are in host memory. Activation checkpointing is
@@ -19,22 +19,24 @@ from typing import Any
 
 from gcore.cost import costs
 from gcore.cost.costs import GB, Gpu, Shape
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.cost.training_memory import OFFLOADS, Choice, Engines, Offload, TrainingRank, choose, training_memory
+from gcore.placement.grid import POLICY
 from gcore.planner.inputs import WIDTHS, at_least_one
 from gcore.planner.inputs import Constraints as Constraints
 from gcore.planner.inputs import Workload as Workload
-from gcore.planner.roles import Role
-from gcore.planner.steps import POLICY, Case, Estimate, Mode, estimate
+from gcore.planner.rollouts import Rollouts
+from gcore.planner.steps import Case, Estimate, Mode, colocated, estimate
 
 MIN_SEQUENCES = 32  # at the mean context; with a smaller KV cache a replica is too slow
 WIDTHS_TRIED = 2  # per role: the smallest width that fits, and the next
 
 
 @dataclass(frozen=True)
-class Fit:
+class GpuMemory:
     """Memory of one GPU in one phase, in GB. `problem`: why it does not fit; empty if it fits.
 
-    Fit("judge", "rollout", tp=4, weights=36.4, kv_cache=17.0, asleep=5.7, trainer=6.1, free=8.0, sequences=67)
+    GpuMemory("judge", "rollout", tp=4, weights=36.4, kv_cache=17.0, asleep=5.7, trainer=6.1, free=8.0, sequences=67)
     """
 
     role: str
@@ -61,7 +63,7 @@ class PlanResult:
     gpus: int
     workload: Workload
     price: float
-    memory: tuple[Fit, ...]
+    memory: tuple[GpuMemory, ...]
     estimates: tuple[Estimate, ...]
     problems: tuple[str, ...]
     changes: tuple[str, ...]  # single changes after which it fits
@@ -73,14 +75,14 @@ class PlanResult:
         return self.estimates[0] if self.estimates else None
 
     def of(self, mode: Mode) -> Estimate | None:
-        return next((found for found in self.estimates if found.mode == mode), None)
+        return next((estimate for estimate in self.estimates if estimate.mode == mode), None)
 
-    def tokens_per_s(self, found: Estimate) -> float:
+    def tokens_per_s(self, estimate: Estimate) -> float:
         """Trained tokens per second of wall time, prompts included."""
-        return self.workload.trained_tokens / found.step_s
+        return self.workload.trained_tokens / estimate.step_s
 
-    def dollars(self, found: Estimate, steps: int = 1) -> float:
-        return found.step_s / 3600 * self.gpus * self.price * steps
+    def dollars(self, estimate: Estimate, steps: int = 1) -> float:
+        return estimate.step_s / 3600 * self.gpus * self.price * steps
 
     def saved_over(self, mode: Mode) -> float | None:
         """Share of the step that dynamic placement saves over another mode."""
@@ -96,10 +98,6 @@ class PlanResult:
         names = [name for name in best.tp if name != POLICY]
         held = sum(shape.weight_bytes / best.tp[name] for name, shape in zip(names, self.judges, strict=True))
         return used * (held + self.trainer.host_peak) / GB
-
-    @property
-    def micro_tokens(self) -> int:
-        return self.trainer.rank.max_tokens
 
     def as_json(self) -> dict[str, Any]:
         estimates = [
@@ -129,18 +127,16 @@ def plan(
     workload, constraints = workload or Workload(), constraints or Constraints()
     at_least_one("--gpus", gpus)
     inputs = _Inputs(model, tuple(judges), gpus, gpu, workload, constraints)
-    options = inputs.options()
-    candidates = [case for case in (inputs.case(*option) for option in options) if case is not None]
-    found: dict[Mode, tuple[Estimate, Case]] = {}
-    for mode, case in itertools.product(inputs.modes, candidates):
+    fastest: dict[Mode, tuple[Estimate, Case]] = {}
+    for mode, case in itertools.product(inputs.modes, inputs.cases()):
         now = estimate(mode, case)
-        if now is not None and (mode not in found or now.step_s < found[mode][0].step_s):
-            found[mode] = now, case
-    ranked = sorted(found.values(), key=lambda pair: pair[0].step_s)
+        if now is not None and (mode not in fastest or now.step_s < fastest[mode][0].step_s):
+            fastest[mode] = now, case
+    ranked = sorted(fastest.values(), key=lambda pair: pair[0].step_s)
     chosen = ranked[0][1] if ranked else None
     trainer = inputs.trainer(chosen.offload if chosen else None)
     engines = inputs.engines(chosen)
-    update = inputs.trainer_fit(trainer)
+    update = inputs.trainer_memory(trainer)
     memory = (*engines, update)
     problems = tuple(f"{fit.role} ({fit.phase}): {fit.problem}" for fit in memory if fit.problem)
     if not ranked and not problems:
@@ -157,7 +153,7 @@ def plan(
         problems=problems,
         changes=_changes(inputs) if problems else (),
         trainer=inputs.beside(trainer, engines),
-        drift={} if problems else _drift(inputs, found),
+        drift={} if problems else _drift(inputs, fastest),
     )
 
 
@@ -166,7 +162,7 @@ def memory_by_width(
 ) -> list[PlanResult]:
     """Plans for every tensor parallel size of the trainer, and for micro-batches as given and twice as large. Each has
     the least off-load that fits, as a run with `training.offload: auto`."""
-    found = []
+    results = []
     wide = [tp for tp in WIDTHS if gpus % tp == 0 and tp <= gpu.per_node and model.heads % tp == 0]
     for tp, factor in itertools.product(wide, (1, 2)):
         row = -(-workload.longest // constraints.trainer_context)
@@ -177,8 +173,8 @@ def memory_by_width(
             result = plan(model, judges, gpus, gpu, workload, replace(limits, offload=level))
             if not result.problems:
                 break
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 @dataclass(frozen=True)
@@ -202,11 +198,6 @@ class _Inputs:
     def shapes(self) -> dict[str, Shape]:
         names = ["judge"] if len(self.judges) == 1 else [f"judge {i + 1}" for i in range(len(self.judges))]
         return {POLICY: self.model, **dict(zip(names, self.judges, strict=True))}
-
-    @property
-    def asleep_gb(self) -> float:
-        """Memory that one sleeping engine holds."""
-        return costs.ENGINE.asleep_gb
 
     @property
     def usable(self) -> float:
@@ -237,30 +228,30 @@ class _Inputs:
         max_tokens_per_gpu, halved down to a rank's part of the longest sequence."""
         if offload is None:
             tries = [self.trainer(level) for level in self.levels]
-            return next((each for each in tries if not self.trainer_fit(each).problem), tries[-1])
+            return next((each for each in tries if not self.trainer_memory(each).problem), tries[-1])
         total, checkpointing = self.gpu.memory_gb * GB, self.constraints.checkpointing
-        asleep = self.asleep_gb * len(self.shapes) * GB
-        engines = Engines(0.0, asleep, asleep)  # `engine` checks the phases in which one is awake
+        asleep = costs.ENGINE.asleep_gb * len(self.shapes) * GB
+        engines = Engines(0.0, asleep, asleep)  # `engine_memory` checks the phases in which one is awake
         tokens = max(self.constraints.max_tokens_per_gpu, self.longest_row)
         while True:
-            found = choose(self.rank(tokens), engines, total, checkpointing, offload)
-            if not self.trainer_fit(found).problem or tokens <= self.longest_row or not self.constraints.shrink:
-                return found
+            choice = choose(self.rank(tokens), engines, total, checkpointing, offload)
+            if not self.trainer_memory(choice).problem or tokens <= self.longest_row or not self.constraints.shrink:
+                return choice
             tokens = max(tokens // 2, self.longest_row)
 
-    def trainer_fit(self, found: Choice) -> Fit:
+    def trainer_memory(self, choice: Choice) -> GpuMemory:
         """The phase with the highest peak."""
-        parts = {name: size / GB for name, size in found.gpu[found.worst].items()}
-        needed = found.peak / GB
+        parts = {name: size / GB for name, size in choice.gpu[choice.worst].items()}
+        needed = choice.peak / GB
         problem = "" if needed <= self.usable else f"needs {needed:.0f} GB per GPU, {self.usable:.0f} GB can be used"
         if self.gpus % self.constraints.trainer_tp:
             problem = f"--trainer-tp {self.constraints.trainer_tp} does not divide {self.gpus} GPUs"
         elif (ranks := self.gpus // self.constraints.trainer_tp) % (context := self.constraints.trainer_context):
             problem = f"--trainer-context {context} does not divide {ranks} data-parallel ranks"
-        return Fit(
+        return GpuMemory(
             "trainer",
-            found.worst,
-            found.rank.tensor_parallel,
+            choice.worst,
+            choice.rank.tensor_parallel,
             weights=sum(parts.get(name, 0.0) for name in ("weights", "copies", "reference", "critic", "buckets")),
             gradients=parts.get("gradients", 0.0),
             optimizer=parts.get("moments", 0.0) + parts.get("critic moments", 0.0),
@@ -270,14 +261,14 @@ class _Inputs:
             problem=problem,
         )
 
-    def beside(self, trainer: Choice, engines: Sequence[Fit]) -> Choice:
+    def beside(self, trainer: Choice, engines: Sequence[GpuMemory]) -> Choice:
         """The trainer's memory with that of awake engines: at the start the policy, in the rollout the one with the
         largest share, in the weight update the policy without its KV cache."""
         held = [(fit.weights + fit.kv_cache + fit.asleep) * GB for fit in engines]
         awake = {
             "start": held[0],
             "rollout": max(held),
-            "weight update": (engines[0].weights + self.asleep_gb * len(self.shapes)) * GB,
+            "weight update": (engines[0].weights + costs.ENGINE.asleep_gb * len(self.shapes)) * GB,
         }
         gpu = {
             phase: {**parts, "engines": awake.get(phase, parts.get("engines", 0.0))}
@@ -285,20 +276,20 @@ class _Inputs:
         }
         return replace(trainer, gpu=gpu)
 
-    def engine(self, name: str, tp: int, offload: Offload) -> Fit:
+    def engine_memory(self, name: str, tp: int, offload: Offload) -> GpuMemory:
         shape, work = self.shapes[name], self.workload
         trainer = {
             phase: sum(parts.values()) / GB for phase, parts in training_memory(self.rank(1, offload)).gpu.items()
         }
-        updating = trainer["weight update"] + self.asleep_gb * len(self.shapes)
+        updating = trainer["weight update"] + costs.ENGINE.asleep_gb * len(self.shapes)
         # the policy is awake at the start, when it gets its first weights; judges sleep then
         state = max(trainer["start"], trainer["rollout"]) if name == POLICY else trainer["rollout"]
-        asleep = self.asleep_gb * (len(self.shapes) - 1)
+        asleep = costs.ENGINE.asleep_gb * (len(self.shapes) - 1)
         available = self.usable - state - asleep
         tokens = costs.kv_tokens(shape, self.gpu, tp, available)
         weights = shape.weight_bytes / tp / GB
-        longest = work.longest + (0 if name == POLICY else work.verdicts.longest)
-        sequences = min(int(tokens / self.context(name)), costs.ENGINE.max_sequences)
+        longest = work.longest + (0 if name == POLICY else work.longest_verdict)
+        sequences = min(int(tokens / work.context(name)), costs.ENGINE.max_sequences)
         problem = ""
         if weights > available:
             problem = f"weights need {weights:.0f} GB per GPU, {max(0.0, available):.0f} GB are available"
@@ -312,84 +303,78 @@ class _Inputs:
             problem = f"{shape.heads} attention heads are not divisible by {tp}"
         kv = max(0.0, available - weights)
         free = self.gpu.memory_gb - weights - kv - state - asleep
-        return Fit(name, "rollout", tp, weights, 0.0, state, 0.0, kv, asleep, free, sequences, problem)
-
-    def context(self, name: str) -> float:
-        """Mean context of a sequence while it decodes, in tokens."""
-        work = self.workload
-        if name == POLICY:
-            return work.prompt_length + work.responses.mean_rest
-        return work.prompt_length + work.response_length + work.verdicts.mean_rest
+        return GpuMemory(name, "rollout", tp, weights, 0.0, state, 0.0, kv, asleep, free, sequences, problem)
 
     def options(self) -> list[tuple[Offload, tuple[int, ...]]]:
         """Pairs of: off-load, width per role. Only those that fit."""
-        found: list[tuple[Offload, tuple[int, ...]]] = []
+        fitting: list[tuple[Offload, tuple[int, ...]]] = []
         for level in self.levels:
-            if self.trainer_fit(self.trainer(level)).problem:
+            if self.trainer_memory(self.trainer(level)).problem:
                 continue
             useful = [
-                [tp for tp in self.widths(name) if not self.engine(name, tp, level).problem][:WIDTHS_TRIED]
+                [tp for tp in self.widths(name) if not self.engine_memory(name, tp, level).problem][:WIDTHS_TRIED]
                 for name in self.shapes
             ]
-            found += [(level, widths) for widths in itertools.product(*useful)]
-        return found
+            fitting += [(level, widths) for widths in itertools.product(*useful)]
+        return fitting
+
+    def cases(self) -> list[Case]:
+        """One for each choice of widths: with the off-load that makes co-location fastest."""
+        by_widths: dict[tuple[int, ...], list[Case]] = {}
+        for level, widths in self.options():
+            if self.gpus % max(widths) == 0:
+                by_widths.setdefault(widths, []).append(self.case(level, widths))
+        return [min(cases, key=lambda case: colocated(case).step_s) for cases in by_widths.values()]
 
     def widths(self, name: str) -> list[int]:
         return [tp for tp in self.constraints.widths(name) if self.gpus % tp == 0 and tp <= self.gpu.per_node]
 
-    def engines(self, case: Case | None) -> tuple[Fit, ...]:
+    def engines(self, case: Case | None) -> tuple[GpuMemory, ...]:
         """Memory of the engines of a case; without a case, each at its first width that fits, else at the widest."""
         if case is not None:
-            return tuple(self.engine(role.name, role.tp, case.offload) for role in case.roles)
+            return tuple(self.engine_memory(name, tp, case.offload) for name, tp in case.rollouts.widths.items())
         best = []
         for name in self.shapes:
-            tries = [self.engine(name, tp, self.levels[-1]) for tp in self.widths(name)]
+            tries = [self.engine_memory(name, tp, self.levels[-1]) for tp in self.widths(name)]
             if not tries:
                 sizes = ", ".join(map(str, self.constraints.widths(name)))
                 problem = f"none of tensor parallel {sizes} divides {self.gpus} GPUs"
-                best.append(Fit(name, "rollout", 0, problem=problem))
+                best.append(GpuMemory(name, "rollout", 0, problem=problem))
                 continue
             best.append(next((fit for fit in tries if not fit.problem), tries[-1]))
         return tuple(best)
 
-    def case(self, offload: Offload, widths: Sequence[int]) -> Case | None:
-        if self.gpus % max(widths):
-            return None
-        trainer = self.trainer(offload)
+    def case(self, offload: Offload, widths: Sequence[int]) -> Case:
+        work, trainer, by_role = self.workload, self.trainer(offload), dict(zip(self.shapes, widths, strict=True))
+        speeds = {role: self.speed(role, tp, offload) for role, tp in by_role.items()}
         return Case(
             gpu=self.gpu,
             gpus=self.gpus,
-            roles=tuple(self.role(name, tp, offload) for name, tp in zip(self.shapes, widths, strict=True)),
-            prompts=self.workload.prompts,
-            trained_tokens=self.workload.training_work(self.shapes[POLICY]),
-            mean_length=self.workload.prompt_length + self.workload.response_length,
-            acceptance=self.workload.acceptance,
+            shape=self.model,
+            rollouts=Rollouts(work.expected(self.model, list(speeds)[1:]), by_role, speeds),
+            trained_tokens=work.training_work(self.model),
+            mean_length=work.prompt_length + work.response_length,
             offload=offload,
             checkpointing=trainer.rank.checkpointing,
             micro_tokens=trainer.rank.max_tokens,
-            logprob_passes=self.workload.logprob_passes,
+            logprob_passes=work.logprob_passes,
             critic=self.constraints.critic,
-            swap_s=self.constraints.swap_s,
         )
 
-    def role(self, name: str, tp: int, offload: Offload) -> Role:
-        """Siblings share one prefill of the prompt, and so do repeated verdicts: engines cache prefixes."""
-        shape, work, is_policy = self.shapes[name], self.workload, name == POLICY
-        sequences = max(1, self.engine(name, tp, offload).sequences)
-        speed = costs.speed_of(shape, self.gpu, tp, self.context(name), sequences, is_policy=is_policy)
-        if is_policy:
-            return Role(name, shape, tp, speed, work.responses, work.samples, work.prefill(shape) / work.samples)
-        judged = (work.prompt_length + work.response_length) / work.repeats
-        return Role(name, shape, tp, speed, work.verdicts, work.samples * work.repeats, judged)
+    def speed(self, role: str, tp: int, offload: Offload) -> ReplicaSpeed:
+        shape, context, is_policy = self.shapes[role], self.workload.context(role), role == POLICY
+        sequences = max(1, self.engine_memory(role, tp, offload).sequences)
+        speed = costs.speed_of(shape, self.gpu, tp, context, sequences, is_policy)
+        return speed.with_swap(self.constraints.swap_s)
 
 
-def _drift(inputs: _Inputs, found: Mapping[Mode, tuple[Estimate, Case]]) -> dict[str, float]:
+def _drift(inputs: _Inputs, fastest: Mapping[Mode, tuple[Estimate, Case]]) -> dict[str, float]:
     """Step seconds with responses twice as long. Static keeps the split that was best before."""
     later = replace(inputs, workload=inputs.workload.stretched(2.0))
     drift: dict[str, float] = {}
-    for mode, (before, case) in found.items():
-        longer = later.case(case.offload, [role.tp for role in case.roles])
-        after = None if longer is None else estimate(mode, longer, before.split if mode == "static" else None)
+    for mode, (before, case) in fastest.items():
+        longer = later.case(case.offload, list(case.rollouts.widths.values()))
+        after = estimate(mode, longer, before.split if mode == "static" else None)
         if after is not None:
             drift[mode] = after.step_s
     return drift

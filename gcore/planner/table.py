@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +18,7 @@ from gcore.cost.backends import Layout
 from gcore.cost.costs import ENGINE, GB, REACH, Gpu, Shape
 from gcore.cost.training_memory import COMFORTABLE, PART_TITLES, Choice
 from gcore.cost.training_memory import PARTS as PARTS_OF_RANK
+from gcore.observe.tables import PLAIN_WIDTH, console, table
 from gcore.observe.values import count, duration
 from gcore.planner.plan import PlanResult
 from gcore.planner.steps import Estimate
@@ -32,59 +32,42 @@ STAGES = {
     "weights": ("weights", "blue"),
 }  # stage -> column title, colour
 PARTS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "asleep", "free")
-PLAIN_WIDTH = 118
 NO_BAR, NO_TOTALS = 116, 94  # narrower terminals omit the bar, the totals
 BAR = 24
 
 
-def show(result: PlanResult, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
-    if not console.is_terminal:  # a pipe has no width
-        console = Console(file=console.file, width=PLAIN_WIDTH, highlight=False)
-    console.print(render(result, console.width))
+def show(result: PlanResult) -> None:
+    out = console()
+    out.print(render(result, out.width))
 
 
 def show_memory(results: Sequence[PlanResult]) -> None:
     """Memory of a trainer rank: by phase for the first result, and one line for each. The highest phase is one of the
     update: in the others, engines use what is left."""
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(file=console.file, width=PLAIN_WIDTH, highlight=False)
     first = results[0]
-    table = _table(f"{first.model.name} on {first.gpus} x {first.gpu.title}: GPU of a trainer rank")
-    for name in ("tp", "shard", "tokens"):
-        table.add_column(name, justify="right")
-    for name in ("checkpointing", "off-load", "highest phase"):
-        table.add_column(name)
-    for name in ("GB", f"of {first.gpu.memory_gb:.0f}", "host GB", "KV cache GB"):
-        table.add_column(name, justify="right")
-    table.add_column("fits")
+    text = ("checkpointing", "off-load", "highest phase")
+    columns = ("tp", "shard", "tokens", *text, "GB", f"of {first.gpu.memory_gb:.0f}", "host GB", "KV cache GB", "fits")
+    title = f"{first.model.name} on {first.gpus} x {first.gpu.title}: GPU of a trainer rank"
+    ranks = table(title, columns, (*text, "fits"))
     for result in results:
         choice, rank, policy = result.trainer, result.trainer.rank, result.memory[0]
-        update = {phase: parts for phase, parts in choice.gpu.items() if phase not in ("start", "rollout")}
-        worst = max(update, key=lambda phase: sum(update[phase].values()))
-        peak = sum(update[worst].values()) / GB
-        table.add_row(
+        update = {
+            phase: sum(parts.values()) for phase, parts in choice.gpu.items() if phase not in ("start", "rollout")
+        }
+        worst = max(update, key=lambda phase: update[phase])
+        peak = update[worst] / GB
+        ranks.add_row(
             *(str(rank.tensor_parallel), str(rank.shard), str(rank.max_tokens)),
             *("on" if rank.checkpointing else "off", rank.offload, worst),
-            *(
-                f"{peak:.1f}",
-                f"{peak / first.gpu.memory_gb:.0%}",
-                f"{choice.host_peak / GB:.1f}",
-                f"{policy.kv_cache:.1f}",
-            ),
-            "no" if result.problems else "yes",
+            *(f"{peak:.1f}", f"{peak / first.gpu.memory_gb:.0%}"),
+            *(f"{choice.host_peak / GB:.1f}", f"{policy.kv_cache:.1f}", "no" if result.problems else "yes"),
             style="red" if result.problems else None,
         )
-    console.print(_rank_memory(first.trainer), table, *(f"{text}" for text in first.problems))
+    console().print(_rank_memory(first.trainer), ranks, *first.problems)
 
 
-def show_backends(shape: Shape, gpu: Gpu, found: Sequence[Sequence[Layout]]) -> None:
-    """The fastest layout of each backend, one line each. `found`: by number of GPUs."""
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(file=console.file, width=PLAIN_WIDTH, highlight=False)
-    table = _table(f"{shape.name} on {gpu.title}: GB of the fullest rank, of {gpu.memory_gb:.0f}; seconds of an update")
-    for name in ("GPUs", "backend"):
-        table.add_column(name, no_wrap=True)
+def show_backends(shape: Shape, gpu: Gpu, fastest: Sequence[Sequence[Layout]]) -> None:
+    """The fastest layout of each backend, one line each, by number of GPUs."""
     shorter = {
         "gradients": "grads",
         "optimizer": "optim.",
@@ -92,21 +75,25 @@ def show_backends(shape: Shape, gpu: Gpu, found: Sequence[Sequence[Layout]]) -> 
         "activations": "activ.",
         "temporary": "temp.",
     }
-    for name in ("tp", "pp", "ep", "data", "redo", *BACKEND_PARTS, "sum", "fits", "bubble", "seconds"):
-        table.add_column(shorter.get(name, name), justify="right", no_wrap=True)
-    for layout in (layout for layouts in found for layout in layouts):
+    parts = (shorter.get(name, name) for name in BACKEND_PARTS)
+    layouts = table(
+        f"{shape.name} on {gpu.title}: GB of the fullest rank, of {gpu.memory_gb:.0f}; seconds of an update",
+        ("GPUs", "backend", "tp", "pp", "ep", "data", "redo", *parts, "sum", "fits", "bubble", "seconds"),
+        text=("GPUs", "backend"),
+    )
+    for layout in (layout for ways in fastest for layout in ways):
         ways, fits = layout.topology, layout.total <= COMFORTABLE * gpu.memory_gb * GB
-        table.add_row(
+        layouts.add_row(
             *(str(layout.gpus), layout.backend, str(ways.tensor), str(ways.pipeline), str(ways.expert)),
             *(str(ways.data_parallel), "yes" if layout.checkpointing else "no"),
-            *(f"{layout.parts[name] / GB:.1f}" if layout.parts[name] else "·" for name in BACKEND_PARTS),
+            *(_gb(layout.parts[name]) for name in BACKEND_PARTS),
             *(f"{layout.total / GB:.1f}", "yes" if fits else "no"),
             f"{layout.bubble:.0%}" if layout.bubble else "·",
             _seconds(layout.update_s),
             style=None if fits else "red",
         )
-    console.print(
-        table,
+    console().print(
+        layouts,
         "redo: layers are computed again in the backward pass. The trainer alone, without engines or off-load. Times "
         "are estimates: both backends at the efficiency that was measured for FSDP2, 1.5B, on one H200.",
     )
@@ -141,34 +128,30 @@ def _summary(result: PlanResult) -> Panel:
 
 
 def _memory(result: PlanResult) -> Table:
-    table = _table(f"Memory of one GPU, GB of {result.gpu.memory_gb:.0f}")
-    for name in ("phase", "role"):
-        table.add_column(name)
-    for name in ("tp", "weights", "gradients", "optimizer", "activations", "KV cache", "asleep", "free", "sequences"):
-        table.add_column(name, justify="right")
-    for fit in result.memory:
-        style = "red" if fit.problem else None
-        amounts = [f"{value:.1f}" if (value := getattr(fit, part)) else "·" for part in PARTS]
-        width = str(fit.tp) if fit.tp else "·"
-        table.add_row(fit.phase, fit.role, width, *amounts, str(fit.sequences) if fit.sequences else "·", style=style)
-    return table
+    numbers = (*("tp", "weights", "gradients", "optimizer", "activations", "KV cache", "asleep", "free", "sequences"),)
+    roles = table(
+        f"Memory of one GPU, GB of {result.gpu.memory_gb:.0f}", ("phase", "role", *numbers), text=("phase", "role")
+    )
+    for memory in result.memory:
+        amounts = [f"{value:.1f}" if (value := getattr(memory, part)) else "·" for part in PARTS]
+        tp, sequences = (str(value or "·") for value in (memory.tp, memory.sequences))
+        style = "red" if memory.problem else None
+        roles.add_row(memory.phase, memory.role, tp, *amounts, sequences, style=style)
+    return roles
 
 
 def _rank_memory(choice: Choice) -> Table:
     """Every phase of a trainer rank, by part."""
     rank = choice.rank
     text = f"shard {rank.shard}, tp {rank.tensor_parallel}, {rank.max_tokens} tokens, {_decided(choice)}"
-    table = _table(f"GPU of a trainer rank, GB ({text})")
     names = [name for name in PARTS_OF_RANK if any(parts.get(name) for parts in choice.gpu.values())]
-    table.add_column("phase")
-    for name in (*names, "sum"):
-        table.add_column(PART_TITLES.get(name, name), justify="right")
+    columns = ("phase", *(PART_TITLES.get(name, name) for name in names), "sum")
+    phases = table(f"GPU of a trainer rank, GB ({text})", columns, text=("phase",))
     for phase, parts in choice.gpu.items():
-        amounts = [f"{parts[name] / GB:.1f}" if parts.get(name) else "·" for name in names]
-        table.add_row(
-            phase, *amounts, f"{sum(parts.values()) / GB:.1f}", style="bold" if phase == choice.worst else None
-        )
-    return table
+        amounts = [_gb(parts.get(name, 0.0)) for name in names]
+        style = "bold" if phase == choice.worst else None
+        phases.add_row(phase, *amounts, f"{sum(parts.values()) / GB:.1f}", style=style)
+    return phases
 
 
 def _decided(choice: Choice) -> str:
@@ -176,37 +159,29 @@ def _decided(choice: Choice) -> str:
 
 
 def _times(result: PlanResult, best: Estimate, width: int) -> Table:
-    table = _table("Seconds per step")
-    table.add_column("placement", no_wrap=True)
     totals = ("step", "tokens/s", "$/1000") if width >= NO_TOTALS else ("step",)
-    for name in (*(column for column, _ in STAGES.values()), *totals):
-        table.add_column(name, justify="right", no_wrap=True)
-    slowest = max(found.step_s for found in result.estimates)
+    stages = (column for column, _ in STAGES.values())
+    times = table("Seconds per step", ("placement", *stages, *totals), text=("placement",))
+    slowest = max(estimate.step_s for estimate in result.estimates)
     if width >= NO_BAR:
-        table.add_column("", no_wrap=True)
-    for found in result.estimates:
-        cells: list[str | Text] = [_seconds(found.stages.get(stage, 0.0)) for stage in STAGES]
-        cells.append(_seconds(found.step_s))
+        times.add_column("", no_wrap=True)
+    for estimate in result.estimates:
+        cells: list[str | Text] = [_seconds(estimate.stages.get(stage, 0.0)) for stage in STAGES]
+        cells.append(_seconds(estimate.step_s))
         if width >= NO_TOTALS:
-            cells += [count(result.tokens_per_s(found)), _money(result.dollars(found, 1000))]
+            cells += [count(result.tokens_per_s(estimate)), _money(result.dollars(estimate, 1000))]
         if width >= NO_BAR:
-            cells.append(_bar(found, slowest))
-        table.add_row(found.mode, *cells, style="bold" if found is best else None)
-    return table
+            cells.append(_bar(estimate, slowest))
+        times.add_row(estimate.mode, *cells, style="bold" if estimate is best else None)
+    return times
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-
-
-def _bar(found: Estimate, slowest: float) -> Text:
+def _bar(estimate: Estimate, slowest: float) -> Text:
     """The step as a bar, by stage. The whole bar has the length of the step, also if training runs in parallel."""
-    bar, whole = Text(), sum(found.stages.values())
-    width, drawn, passed = round(BAR * found.step_s / slowest), 0, 0.0
+    bar, whole = Text(), sum(estimate.stages.values())
+    width, drawn, passed = round(BAR * estimate.step_s / slowest), 0, 0.0
     for stage, (_, colour) in STAGES.items():
-        passed += found.stages.get(stage, 0.0)
+        passed += estimate.stages.get(stage, 0.0)
         upto = round(width * passed / whole)
         bar.append("█" * (upto - drawn), colour)
         drawn = upto
@@ -215,12 +190,12 @@ def _bar(found: Estimate, slowest: float) -> Text:
 
 def _savings(result: PlanResult) -> Text:
     lines, dynamic = Text(), result.of("dynamic")
-    splits = "\n".join(f"  {found.mode:13} {_split(found)}" for found in result.estimates)
+    splits = "\n".join(f"  {estimate.mode:13} {_split(estimate)}" for estimate in result.estimates)
     lines.append(f"GPUs\n{splits}\n")
     saved = {"the best static split": result.saved_over("static"), "co-location": result.saved_over("colocated")}
     texts = [f"{share:+.0%} of the step over {name}" for name, share in saved.items() if share is not None]
     if dynamic is not None and result.judges:
-        lines.append("dynamic saves at most: ", "bold")
+        lines.append("dynamic saves: ", "bold")
         lines.append(", ".join(texts) + "\n")
     if result.drift:
         kept = " and the same static split" if "static" in result.drift else ""
@@ -253,17 +228,20 @@ def _assumptions(result: PlanResult) -> Text:
             "all": "the trainer's state is in host memory",
         }
         lines.append(f"during the rollout, {where[rank.offload]}; host memory: {result.host_gb:.0f} GB per machine")
-        bound = "dynamic is a bound: no GPU is idle while there is work; " if result.of("dynamic") else ""
-        lines.append(f"{bound}no number was checked on more than one GPU")
+        lines.append("rollouts are forecasts, as those of runs; no number was checked on more than one GPU")
     return Text("assumptions\n" + "\n".join(f"  {line}" for line in lines), "dim")
 
 
-def _split(found: Estimate) -> str:
+def _split(estimate: Estimate) -> str:
     def name(role: str, gpus: int) -> str:
-        width = found.tp.get(role)
+        width = estimate.tp.get(role)
         return f"{role} {gpus}" + (f" ({gpus // width} x tp {width})" if width else "")
 
-    return (" / " if found.mode == "colocated" else " + ").join(name(*item) for item in found.split.items())
+    return (" / " if estimate.mode == "colocated" else " + ").join(name(*item) for item in estimate.split.items())
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.1f}" if size else "·"
 
 
 def _seconds(value: float) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config.algorithm import Algorithm
+from gcore.config.algorithm import Algorithm, Overlong
 from gcore.preparation.samples import Groups, mask_of
 from gcore.protocols import Group, Metric, add_metrics
-from gcore.types import Key, Rollout, TrainBatch, UserError
+from gcore.types import Key, TrainBatch, UserError
 
 Array = npt.NDArray[np.float64]
 EPSILON = 1e-6
@@ -113,20 +113,20 @@ def estimate(function: Callable[[GroupScores], Any], group: GroupScores, name: s
     """Call an estimator, also a user's, and check its answer: one finite number per sample, perhaps with metrics.
     `name`: algorithm.adv_estimator."""
     answer = function(group)
-    found, metrics = answer if isinstance(answer, tuple) else (answer, {})
-    values: Array = np.asarray(found, np.float64)
+    returned, metrics = answer if isinstance(answer, tuple) else (answer, {})
+    values: Array = np.asarray(returned, np.float64)
     if values.shape != group.rewards.shape or not np.isfinite(values).all():
         raise UserError(
-            f"algorithm.adv_estimator={name} returned {found!r} for {len(group.rewards)} samples; expected one finite "
-            "number per sample"
+            f"algorithm.adv_estimator={name} returned {returned!r} for {len(group.rewards)} samples; expected one "
+            "finite number per sample"
         )
     return values, {str(key): float(value) for key, value in metrics.items()}
 
 
-def overlong_penalty(length: int, *, max_length: int, buffer: int, penalty: float) -> float:
+def overlong_penalty(length: int, spec: Overlong, max_length: int) -> float:
     """Soft overlong punishment (DAPO): 0 up to max_length - buffer tokens, then linearly down to -penalty."""
-    over = length - (max_length - buffer)
-    return -penalty * min(over / buffer, 1.0) if buffer and over > 0 else 0.0
+    over = length - (max_length - spec.buffer)
+    return -spec.penalty * min(over / spec.buffer, 1.0) if spec.buffer and over > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +153,11 @@ def advantages_of(
     empty.
     """
     algorithm, weights = scoring.algorithm, scoring.weights
-    found, metrics = dict[Key, float](), dict[str, Metric]()
+    advantages, metrics = dict[Key, float](), dict[str, Metric]()
     for siblings in groups:
         keys = [(s.rollout.prompt.id, s.rollout.sibling) for s in siblings]
-        scores = [s.reward + overlong(s.rollout, algorithm, scoring.max_length) for s in siblings]
-        charged = [value - kl.get(key, 0.0) for key, value in zip(keys, scores, strict=True)]
+        penalties = [overlong_penalty(s.rollout.num_steps, algorithm.overlong, scoring.max_length) for s in siblings]
+        charged = [s.reward + p - kl.get(key, 0.0) for key, s, p in zip(keys, siblings, penalties, strict=True)]
         group = GroupScores(
             np.array(charged, np.float64),
             np.array([mask_of(s.rollout, algorithm.overlong.mask).sum() for s in siblings], np.float64),
@@ -166,9 +166,9 @@ def advantages_of(
             siblings[0].baseline,
         )
         values, more = estimate(scoring.function, group, algorithm.adv_estimator)
-        found |= zip(keys, values.tolist(), strict=True)
+        advantages |= zip(keys, values.tolist(), strict=True)
         metrics = add_metrics(metrics, {f"advantages/{key}": Metric(value) for key, value in more.items()})
-    return found, metrics
+    return advantages, metrics
 
 
 async def with_advantages(
@@ -186,13 +186,3 @@ async def with_advantages(
     metrics = add_metrics(*(more for _, more in gathered))
     filled = [replace(b, advantages={key: advantages[key] for key in b.keys}) for b in batches]
     return filled, {name: metric.value for name, metric in metrics.items()}
-
-
-def overlong(rollout: Rollout, algorithm: Algorithm, max_length: int) -> float:
-    """Penalty of a response near the length limit: 0 or negative."""
-    return overlong_penalty(
-        rollout.num_steps,
-        max_length=max_length,
-        buffer=algorithm.overlong.buffer,
-        penalty=algorithm.overlong.penalty,
-    )

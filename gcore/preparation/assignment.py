@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,10 @@ class Items:
     budget: int  # tokens of a bin
     padded: bool  # a bin has rows as wide as its longest item; otherwise the budget counts the tokens themselves
     arrival: tuple[int, ...] = ()  # the items in the order of their keys
+
+    @property
+    def least_positions(self) -> int:
+        return max(1, -(-sum(self.lengths) // (self.ranks * self.budget)))
 
     def new_bin(self) -> Bin:
         return Bin(self.budget, self.padded)
@@ -129,10 +134,10 @@ def by_level(items: Items, full: float) -> Grid:
 
 def first_items(pool: Pool, number: int) -> list[int]:
     """The most expensive items that are left, one for each bin of a position."""
-    found = list[int]()
-    while len(found) < number and (item := pool.first(found[-1] + 1 if found else 0)) is not None:
-        found.append(item)
-    return found
+    first = list[int]()
+    while len(first) < number and (item := pool.first(first[-1] + 1 if first else 0)) is not None:
+        first.append(item)
+    return first
 
 
 def fill(pool: Pool, items: Items, level: int, first: Sequence[int]) -> list[Bin]:
@@ -226,30 +231,32 @@ def greedy(items: Items) -> list[list[int]]:
 
 def even_ranks(grid: Grid) -> Grid:
     """Order the bins of each position: the most expensive one goes to the rank with the lowest cost so far."""
-    totals, found = [0] * len(grid[0]), Grid()
+    totals, ordered = [0] * len(grid[0]), Grid()
     for bins in grid:
         ranks = sorted(range(len(bins)), key=lambda rank: (totals[rank], rank))
         row = list(bins)
         for rank, into in zip(ranks, sorted(bins, key=lambda b: -b.load), strict=True):
             row[rank] = into
             totals[rank] += into.load
-        found.append(row)
-    return found
+        ordered.append(row)
+    return ordered
 
 
 def even_positions(items: Items) -> Grid | None:
     """As few positions as possible, all of nearly the same cost. None: the items fit only in twice as many."""
-    least = max(1, -(-sum(items.lengths) // (items.ranks * items.budget)))
-    grids = (by_bin(items, positions) for positions in range(least, 2 * least + 1))
-    found = next((grid for grid in grids if grid is not None), None)
-    return found if found is None else even_ranks(found)
+    grid = next(_fitting(items, 2 * items.least_positions), None)
+    return None if grid is None else even_ranks(grid)
 
 
 def candidates(items: Items) -> list[Grid]:
     """Grids to choose from. Each is good for some lengths."""
-    found = [by_level(items, full) for full in FULL]
-    least = max(1, -(-sum(items.lengths) // (items.ranks * items.budget)))
-    most = max(len(grid) for grid in found)
-    fitting = (grid for positions in range(least, most + 1) if (grid := by_bin(items, positions)) is not None)
-    found += [grid for _, grid in zip(range(2), fitting, strict=False)]
-    return [even_ranks(grid) for grid in found]
+    grids = [by_level(items, full) for full in FULL]
+    grids += itertools.islice(_fitting(items, max(map(len, grids))), 2)
+    return [even_ranks(grid) for grid in grids]
+
+
+def _fitting(items: Items, most: int) -> Iterator[Grid]:
+    """Of up to `most` positions, the fewest first."""
+    for positions in range(items.least_positions, most + 1):
+        if (grid := by_bin(items, positions)) is not None:
+            yield grid

@@ -48,8 +48,8 @@ CONTEXT_OVERHEAD = 0.1  # of the time, for each doubling of the ranks that share
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """What a layout must know of the trainer. Ranks(number=8, max_tokens=16384, sharded=True)"""
+class LayoutRanks:
+    """What a layout must know of the trainer. LayoutRanks(number=8, max_tokens=16384, sharded=True)"""
 
     number: int  # data-parallel ranks
     max_tokens: int  # per micro-batch and rank
@@ -81,19 +81,19 @@ def make_layout(
     """One TrainBatch per data-parallel rank. `together`: siblings are neighbours in one row of one micro-batch, in the
     order of their numbers. `method`: instead of ours, without context parallelism (bench/layouts.py). `parts`: only the
     ranks of these parts, see `num_parts`; default: all."""
-    ranks = Ranks(num_ranks, max_tokens, padded, sharded, max_context)
+    ranks = LayoutRanks(num_ranks, max_tokens, padded, sharded, max_context)
     count = 1 if method else num_parts(num_ranks, max_context)
     numbers = range(count) if parts is None else parts
-    found: list[list[list[MiniBatch]]] = [[[] for _ in range(num_ranks // count)] for _ in numbers]  # part, rank
+    of_parts: list[list[list[MiniBatch]]] = [[[] for _ in range(num_ranks // count)] for _ in numbers]  # part, rank
     for mini in split(sorted(metas, key=lambda meta: meta.key), mini_batches):
         num_actions, num_samples = sum(m.actions for m in mini), len(mini)
-        units = _siblings(mini) if together else {meta.key: [meta] for meta in mini}
+        units = {unit[0].key: unit for unit in (by_prompt(mini) if together else [[meta] for meta in mini])}
         dealt = deal(units, count, cost)
-        for number, own in zip(numbers, found, strict=True):
+        for number, own in zip(numbers, of_parts, strict=True):
             laid_out = _lay_out(dealt[number], replace(ranks, number=len(own), part=count > 1), cost, method)
             for batches, micro_batches in zip(own, laid_out, strict=True):
                 batches.append(MiniBatch(micro_batches, num_actions, num_samples))
-    return join_parts([[TrainBatch(step, tuple(batches), objective) for batches in own] for own in found])
+    return join_parts([[TrainBatch(step, tuple(batches), objective) for batches in own] for own in of_parts])
 
 
 def num_parts(num_ranks: int, max_context: int = 1) -> int:
@@ -137,21 +137,17 @@ def join_parts(parts: Sequence[Sequence[TrainBatch]]) -> list[TrainBatch]:
 
 def split(metas: Sequence[SampleMeta], num_parts: int) -> list[list[SampleMeta]]:
     """Split into parts of about the same number of prompts. Siblings stay in the same part."""
-    prompts: dict[int, list[SampleMeta]] = {}
-    for meta in metas:
-        prompts.setdefault(meta.prompt_id, []).append(meta)
-    groups = list(prompts.values())
+    groups = by_prompt(metas)
     num_parts = min(num_parts, len(groups))
     bounds = [len(groups) * i // num_parts for i in range(num_parts + 1)]
     return [[m for g in groups[a:b] for m in g] for a, b in itertools.pairwise(bounds)]
 
 
-def _siblings(part: Sequence[SampleMeta]) -> dict[Key, list[SampleMeta]]:
-    """The samples of each prompt, by the key of the first."""
+def by_prompt(metas: Sequence[SampleMeta]) -> list[list[SampleMeta]]:
     groups: dict[int, list[SampleMeta]] = {}
-    for meta in part:
+    for meta in metas:
         groups.setdefault(meta.prompt_id, []).append(meta)
-    return {group[0].key: group for group in groups.values()}
+    return list(groups.values())
 
 
 def _joined(unit: Sequence[SampleMeta]) -> SampleMeta:
@@ -170,20 +166,19 @@ class Position:
     bins: Sequence[Bin]  # one per group of `context` ranks
 
 
-def _lay_out(units: Units, ranks: Ranks, cost: CostModel, method: Method | None) -> list[tuple[MicroBatch, ...]]:
+def _lay_out(units: Units, ranks: LayoutRanks, cost: CostModel, method: Method | None) -> list[tuple[MicroBatch, ...]]:
     """The micro-batches of each rank, in one mini-batch. `units`: samples that stay together, by the first key."""
     costs = {key: sum(max(1, round(UNIT * cost.of_sample(meta))) for meta in unit) for key, unit in units.items()}
     metas = sorted(map(_joined, units.values()), key=lambda m: (-costs[m.key], m.key))
     if method:
-        found = [Position(1, metas, bins) for bins in method(_items(metas, costs, ranks))]
+        positions = [Position(1, metas, bins) for bins in method(_items(metas, costs, ranks))]
     else:
         layouts = (_positions(metas, degrees, costs, ranks, cost) for degrees in _choices(metas, costs, ranks))
-        found = min(layouts, key=lambda positions: _time(positions, ranks, cost))
-    by_rank: list[list[MicroBatch]] = [[] for _ in range(ranks.number)]
-    for position in found:
-        for rank, micro_batches in enumerate(by_rank):
-            micro_batches.append(_micro_batch(position, rank // position.context, units))
-    return [tuple(micro_batches) for micro_batches in by_rank]
+        positions = min(layouts, key=lambda layout: _time(layout, ranks, cost))
+    return [
+        tuple(_micro_batch(position, rank // position.context, units) for position in positions)
+        for rank in range(ranks.number)
+    ]
 
 
 def _micro_batch(position: Position, group: int, units: Mapping[Key, Sequence[SampleMeta]]) -> MicroBatch:
@@ -193,9 +188,8 @@ def _micro_batch(position: Position, group: int, units: Mapping[Key, Sequence[Sa
     return MicroBatch(rows, width or WIDTH_BLOCK, position.context)
 
 
-def _items(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, context: int = 1) -> Items:
+def _items(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: LayoutRanks, context: int = 1) -> Items:
     """For groups of `context` ranks. Shared samples are in one row; each begins at a multiple of twice the group."""
-    arrival = sorted(range(len(metas)), key=lambda i: metas[i].key)
     block = 2 * context if context > 1 else 1
     return Items(
         [-(-m.length // block) * block * m.work.passes for m in metas],
@@ -203,11 +197,11 @@ def _items(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, 
         ranks.number // context,
         ranks.max_tokens * context,
         ranks.padded and context == 1,
-        tuple(arrival),
+        tuple(sorted(range(len(metas)), key=lambda i: metas[i].key)),
     )
 
 
-def _time(positions: Sequence[Position], ranks: Ranks, cost: CostModel) -> float:
+def _time(positions: Sequence[Position], ranks: LayoutRanks, cost: CostModel) -> float:
     """Of the mini-batch, in integer costs."""
 
     def of_bin(each: Bin, position: Position) -> float:
@@ -231,7 +225,7 @@ def _time(positions: Sequence[Position], ranks: Ranks, cost: CostModel) -> float
 # ---- one rank per sample ------------------------------------------------------------------------------------------
 
 
-def _on_one_rank(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, cost: CostModel) -> Grid:
+def _on_one_rank(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: LayoutRanks, cost: CostModel) -> Grid:
     """The grid that takes the least time. Ties: the first."""
     items = _items(metas, costs, ranks)
 
@@ -240,11 +234,10 @@ def _on_one_rank(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: R
 
     if not ranks.sharded:
         return min([*candidates(items), by_rank(items, equal_shares(items))], key=time)
-    if ranks.part and (even := even_positions(items)):  # another family of layouts has cheap and expensive positions
-        found = even
-    else:
-        found = min([*candidates(items), by_rank(items, greedy(items))], key=time)
-    return found if ranks.padded else even_ranks(refine(items, found))
+    grid = even_positions(items) if ranks.part else None  # another family of layouts has cheap and expensive positions
+    if grid is None:
+        grid = min([*candidates(items), by_rank(items, greedy(items))], key=time)
+    return grid if ranks.padded else even_ranks(refine(items, grid))
 
 
 def equal_shares(items: Items) -> list[list[int]]:
@@ -258,28 +251,28 @@ def equal_shares(items: Items) -> list[list[int]]:
 # ---- several ranks per sample -------------------------------------------------------------------------------------
 
 
-def _choices(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks) -> list[dict[Key, int]]:
+def _choices(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: LayoutRanks) -> list[dict[Key, int]]:
     """Degrees to choose from: split only what does not fit; also what costs more than a rank's share; also what costs
     more than a full micro-batch of average samples, since the other ranks of its position have no more than that."""
     share = sum(costs.values()) / ranks.number
     full = ranks.max_tokens * sum(costs.values()) / sum(m.length for m in metas)
-    found = list[dict[Key, int]]()
+    choices = list[dict[Key, int]]()
     for limit in (math.inf, FAR_ABOVE * share, FAR_ABOVE * min(share, full)):
         degrees = context_degrees(metas, costs, ranks, limit)
-        if degrees not in found:
-            found.append(degrees)
-    return found
+        if degrees not in choices:
+            choices.append(degrees)
+    return choices
 
 
 def context_degrees(
-    metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, limit: float
+    metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: LayoutRanks, limit: float
 ) -> dict[Key, int]:
     """Number of ranks that compute a sample together: as few as possible, so that short samples have no communication.
 
     A sample is split if it does not fit the token budget of its ranks, or if it costs each of them more than `limit`
     and its parts do not become too short.
     """
-    found = dict[Key, int]()
+    degrees = dict[Key, int]()
     for meta in metas:
         degree = 1
         while 2 * degree <= ranks.max_context and not ranks.number % (2 * degree):
@@ -288,15 +281,19 @@ def context_degrees(
             if fits and (short or costs[meta.key] <= degree * limit):
                 break
             degree *= 2
-        found[meta.key] = degree
-    return found
+        degrees[meta.key] = degree
+    return degrees
 
 
 def _positions(
-    metas: Sequence[SampleMeta], degrees: Mapping[Key, int], costs: Mapping[Key, int], ranks: Ranks, cost: CostModel
+    metas: Sequence[SampleMeta],
+    degrees: Mapping[Key, int],
+    costs: Mapping[Key, int],
+    ranks: LayoutRanks,
+    cost: CostModel,
 ) -> list[Position]:
     """Positions with the highest degree first. Groups of ranks that would wait for a long sample get others too."""
-    left, found = list(metas), list[Position]()
+    left, positions = list(metas), list[Position]()
     for context in sorted(set(degrees.values()) - {1}, reverse=True):
         chosen = [m for m in left if m.length >= WIDTH_BLOCK * context or degrees[m.key] == context]
         need = [i for i, meta in enumerate(chosen) if degrees[meta.key] == context]
@@ -306,12 +303,12 @@ def _positions(
             bins = fill(pool, items, 0, need[: items.ranks])
             taken |= {i for each in bins for row in each.rows for i in row}
             need = [i for i in need if i not in taken]
-            found.append(Position(context, chosen, bins))
+            positions.append(Position(context, chosen, bins))
         keys = {chosen[i].key for i in taken}
         left = [meta for meta in left if meta.key not in keys]
     if left:
-        found += [Position(1, left, bins) for bins in _on_one_rank(left, costs, ranks, cost)]
-    return found
+        positions += [Position(1, left, bins) for bins in _on_one_rank(left, costs, ranks, cost)]
+    return positions
 
 
 # ---- what a layout is worth ---------------------------------------------------------------------------------------

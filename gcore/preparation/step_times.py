@@ -44,12 +44,12 @@ class StepTimes:
         if self._warm:
             self._seen.extend(observe(batches, metas, ranks, self._cost))
         self._warm = True
-        if found := fit(self._seen, self._cost):
+        if fitted := fit(self._seen, self._cost):
             row |= {
-                "perf/fit_us_per_token": 1e6 * found.token_s,
-                "perf/fit_ms_per_micro_batch": 1e3 * found.micro_batch_s,
-                "perf/fit_crossover": found.crossover,
-                "perf/fit_error": found.error,
+                "perf/fit_us_per_token": 1e6 * fitted.token_s,
+                "perf/fit_ms_per_micro_batch": 1e3 * fitted.micro_batch_s,
+                "perf/fit_crossover": fitted.crossover,
+                "perf/fit_error": fitted.error,
             }
         return row
 

@@ -1,23 +1,19 @@
-"""Dataset -> rows: files, folders, hub ids, tasks; and which columns of a row hold the prompt and the answer."""
+"""Dataset -> rows, and which columns of a row hold the prompt and the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from gcore import user_files
 from gcore.config.base import non_finite
-from gcore.config.data import Dataset, Stored
-from gcore.config.objects import is_object, object_of
+from gcore.config.data import Dataset
 from gcore.content.families import KINDS
-from gcore.hub import is_id
-from gcore.prompts.files import READERS, DatasetRows, Row, computed_rows, read_file, short
+from gcore.prompts.files import DatasetRows, Row, short
 from gcore.prompts.media import COLUMNS, has_media, media_parts
+from gcore.prompts.stored import read_rows
 from gcore.prompts.tasks import make_task
 from gcore.types import Message, UserError
 
-AnyStored = TypeVar("AnyStored", bound=Stored)
 PROMPTS = ("prompt", "question", "input", "messages")
 ANSWERS = ("answer", "ground_truth", "label", "solution", "reward_model.ground_truth")
 
@@ -32,23 +28,12 @@ def load_rows(spec: Dataset, key: str = "data.train", media: Collection[str] = (
 
 def open_rows(spec: Dataset, key: str, media: Collection[str] = ()) -> DatasetRows:
     """Without a check of the columns."""
-    if spec.task is not None:
-        rows = make_task(spec.task, spec.args, spec.size, key)
-    else:
-        rows = read_rows(spec, spec.size, key, media)
+    rows = make_task(spec.task, spec.args, spec.size, key) if spec.task is not None else read_rows(spec, key, media)
     if not len(rows):
         raise UserError(f"{key}: no rows in {spec.path or spec.task}; expected at least one")
     if not media:
         check_media(rows[0], key)
     return rows
-
-
-def media_folder(spec: Dataset) -> Path | None:
-    """The folder that paths of images in the dataset are relative to; None for tasks and hub ids."""
-    if spec.path is None or is_hub_dataset(spec):
-        return None
-    path = user_files.find(spec.path)
-    return path if path.is_dir() else path.parent
 
 
 def prompt_of(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") -> str | list[Message]:
@@ -73,13 +58,10 @@ def prompt_of(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") ->
             f"{key}: the messages in column {column!r} end with an assistant message; expected only the prompt "
             f"(set {key}.prompt_column)"
         )
-    if all(not _text_of(message.get("content")) for message in messages) and not has_media(row, messages):
+    texts = (message.get("content") for message in messages)
+    if not any(text.strip() if isinstance(text, str) else text for text in texts) and not has_media(row, messages):
         raise _empty_prompt(column, key)
     return messages
-
-
-def _text_of(content: Any) -> Any:
-    return content.strip() if isinstance(content, str) else content
 
 
 def _empty_prompt(column: str, key: str) -> UserError:
@@ -104,10 +86,14 @@ def prompt_column(row: Mapping[str, Any], spec: Dataset, key: str = "data.train"
     raise _no_prompt(row, spec, key)
 
 
-def reward_columns(row: Mapping[str, Any], spec: Dataset, key: str) -> frozenset[str]:
-    """The columns that rewards receive for a row: see Templater.prompt."""
-    answer = {"answer"} if answer_of(row, spec) is not None else set()
-    return frozenset({name for name in row if name != prompt_column(row, spec, key)} | {"prompt"} | answer)
+def reward_columns(row: Mapping[str, Any], spec: Dataset, key: str) -> dict[str, Any]:
+    """What rewards receive of a row: the prompt and the answer under these names, and all other columns."""
+    column = prompt_column(row, spec, key)
+    columns = {name: value for name, value in row.items() if name != column}
+    columns["prompt"] = prompt_of(row, spec, key)
+    if (answer := answer_of(row, spec)) is not None:
+        columns["answer"] = answer
+    return columns
 
 
 def check_numbers(row: Mapping[str, Any], key: str) -> None:
@@ -160,48 +146,3 @@ def check_media(row: Mapping[str, Any], key: str) -> None:
                     f"{key}: column {name!r} has a message part of type {kinds[0]!r}; expected text only, because the "
                     "model takes no media (use a model that does)"
                 )
-
-
-# ---- where rows are stored ----
-
-
-def read_rows(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
-    """Rows of a file, a folder or a hub id, or those that a Python program passed. `media`: columns of images
-    are allowed, and are not decoded."""
-    if spec.path is not None and is_object(spec.path):
-        return _given_rows(object_of(spec.path, f"{key}.path"), size, key)
-    path = user_files.find(spec.path or "")
-    if is_hub_dataset(spec) and spec.revision is not None:  # the driver has pinned it
-        from gcore.prompts.stored import read_id
-
-        return read_id(spec, size, key, media)
-    if not path.exists():
-        raise UserError(f"{key}.path: no such file or folder: {path} (expected one on this machine, or a hub id)")
-    if spec.revision is not None:
-        raise UserError(f"{key}.revision={spec.revision}: {path} is on this machine; expected a hub id")
-    if path.is_dir():
-        from gcore.prompts.stored import read_folder
-
-        return read_folder(spec, size, key, media)
-    if unused := [name for name in ("subset", "split") if getattr(spec, name) is not None]:
-        raise UserError(f"{key}.{unused[0]}: {path} is a file; expected a dataset's folder or a hub id")
-    return read_file(path, size, key, media)
-
-
-def _given_rows(rows: Any, size: int | None, key: str) -> DatasetRows:
-    if len(rows) and not isinstance(rows[0], Mapping):
-        raise UserError(f"{key}: the first row is {short(rows[0])}; expected a mapping from column to value")
-    return computed_rows(len(rows), lambda index: dict(rows[index]), size)
-
-
-def is_hub_dataset(spec: Stored) -> bool:
-    return spec.path is not None and is_id(spec.path) and not spec.path.endswith(tuple(READERS))
-
-
-def pin_rows(spec: AnyStored, key: str) -> AnyStored:
-    """A hub dataset with its commit, subset and split filled in; other datasets unchanged."""
-    if not is_hub_dataset(spec):
-        return spec
-    from gcore.prompts.stored import pin_dataset
-
-    return pin_dataset(spec, key)

@@ -30,13 +30,13 @@ from gcore.prompts.rows import (
     check_media,
     check_numbers,
     load_rows,
-    media_folder,
     prompt_column,
     prompt_of,
     reward_columns,
 )
-from gcore.prompts.tokenizer import no_template, stop_tokens
-from gcore.types import Bools, Ints, Message, Prompt, UserError
+from gcore.prompts.stored import media_folder
+from gcore.prompts.tokenizer import no_template
+from gcore.types import Bools, Message, Prompt, UserError
 
 Row = Mapping[str, Any]
 MAX_CHECKED = 200  # rows per dataset
@@ -44,7 +44,8 @@ MAX_CHECKED = 200  # rows per dataset
 
 class Templater:
     """Row -> messages -> text -> tokens, for one of the datasets of `data`. `eval_set`: its name, of several.
-    `processor`: of a model that takes media. `scored`: answers are whole conversations, for a reward model."""
+    `processor`: of a model that takes media. Of answers to train on, `stops` are the tokens that end one; `scored`:
+    they are whole conversations, for a reward model."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Templater:
         split: Literal["train", "eval"] = "train",
         eval_set: str = "",
         processor: MediaProcessor | None = None,
+        stops: Sequence[int] = (),
         scored: bool = False,
     ):
         spec = data.train if split == "train" else data.eval_sets.get(eval_set)
@@ -64,7 +66,7 @@ class Templater:
         self.system_prompt = data.system_prompt
         self._alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
         self._chat = bool(tokenizer.chat_template)
-        self._scored = scored
+        self._stops, self._scored = stops, scored
         self._processor, self._reader = processor, MediaReader(data.media, media_folder(spec))
         self.media = processor.kinds if processor is not None else frozenset[str]()  # of prompts
         if processor is not None and not self._chat:
@@ -80,39 +82,36 @@ class Templater:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
         return (*system, {"role": "user", "content": prompt})
 
-    def render(self, row: Row) -> tuple[tuple[Message, ...], str, Ints]:
-        """Messages, text and tokens of the model's input.
+    def content(self, row: Row) -> tuple[tuple[Message, ...], str, Tokens]:
+        """Messages, text and content of the model's input.
 
         With a chat template: the rendered text and its tokens, without more special tokens (the template contains
         them). Without a template: the unchanged string, with the special tokens that the tokenizer prepends, such as
-        bos.
+        bos. With media: messages have them as parts without content. Raises BadMedia if one cannot be used.
         """
-        check_media(row, self.key)
-        messages = self.messages(row)
-        if not self._chat:
-            return messages, *self._plain(row)
-        text = self._text(messages)
-        return messages, text, self._tokens(text, [m.get("content") for m in messages])
-
-    def content(self, row: Row) -> tuple[tuple[Message, ...], str, Tokens]:
-        """Messages, text and content of the model's input. With media: messages have them as parts without content.
-        Raises BadMedia if one cannot be used."""
         if self._processor is None:
-            messages, text, tokens = self.render(row)
-            return messages, text, Tokens(tokens)
-        messages, values = messages_with_media(row, self.messages(row))
-        self._check_alphabet([part for m in messages for part in _texts(m.get("content"))])
-        text = self._text(messages)
-        try:
-            return messages, text, self._processor.content(text, self._reader.read(values))
-        except BadMedia:
-            raise
-        except UserError as error:
-            raise BadMedia(f"{self.key}: {error}") from None
+            check_media(row, self.key)
+        messages = self.messages(row)
+        if self._processor is not None:
+            messages, values = messages_with_media(row, messages)
+            text = self._text(messages)
+            try:
+                return messages, text, self._processor.content(text, self._reader.read(values))
+            except BadMedia:
+                raise
+            except UserError as error:
+                raise BadMedia(f"{self.key}: {error}") from None
+        if self._chat:
+            text = self._text(messages)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            text, ids = self._plain(row)
+        return messages, text, Tokens(np.asarray(ids, dtype=np.int32))
 
     def _text(self, messages: Sequence[Message]) -> str:
         from jinja2 import TemplateError
 
+        self._check_alphabet([text for m in messages for text in _texts(m.get("content"))])
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         except (TemplateError, TypeError) as error:  # an unknown role, content that is not text, ...
@@ -121,69 +120,58 @@ class Templater:
                 f"{' '.join(str(error).split())} (change model.chat_template or data.system_prompt)"
             ) from None
 
-    def _plain(self, row: Row) -> tuple[str, Ints]:
+    def _plain(self, row: Row) -> tuple[str, list[int]]:
         text = prompt_of(row, self.spec, self.key)
         if not isinstance(text, str):
             raise no_template(f"{self.key}: column {prompt_column(row, self.spec, self.key)!r} holds messages")
         self._check_alphabet([text])
-        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        ids: list[int] = self.tokenizer(text)["input_ids"]
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if bos is not None and tokens[:2] == [bos, bos]:  # the text contains bos too
-            tokens = tokens[1:]
-        if tokens and tokens[-1] == eos and not text.endswith(str(self.tokenizer.eos_token)):
-            tokens = tokens[:-1]  # some tokenizers append eos, but the response continues this text
-        if not tokens:
+        if bos is not None and ids[:2] == [bos, bos]:  # the text contains bos too
+            ids = ids[1:]
+        if ids and ids[-1] == eos and not text.endswith(str(self.tokenizer.eos_token)):
+            ids = ids[:-1]  # some tokenizers append eos, but the response continues this text
+        if not ids:
             raise UserError(f"{self.key}: an empty prompt has no tokens; expected text")
-        return text, np.asarray(tokens, dtype=np.int32)
+        return text, ids
 
     def demonstration(self, row: Row) -> Tokens:
         """The response to imitate, then eos: the column `demonstration` if not null, else the reference answer."""
-        answer = row.get("demonstration")
-        if answer is None:
-            answer = answer_of(row, self.spec)
+        answer = row["demonstration"] if row.get("demonstration") is not None else answer_of(row, self.spec)
         if answer is None:
             raise UserError(f"{self.key}: no answer to demonstrate in this row (set {self.key}.answer_column)")
         self._check_alphabet([str(answer)])
         return answer_steps(self.tokenizer, (), (), str(answer))[0]
 
-    def answers(self, row: Row, stop_tokens: Sequence[int]) -> list[tuple[Tokens, Bools]]:
+    def answers(self, row: Row) -> list[tuple[Tokens, Bools]]:
         """The answers of a row of prompts/answers.py: the steps of each one, or the whole conversations, and which of
         the steps count in the loss."""
-        steps, messages = [], self.messages(row)
+        answers, messages = [], self.messages(row)
         for answer in row[ANSWERS]:
             self._check_alphabet([answer] if isinstance(answer, str) else [m.get("content") for m in answer])
             try:
                 if self._scored:
-                    steps.append(scored_conversation(self.tokenizer, messages, answer))
+                    answers.append(scored_conversation(self.tokenizer, messages, answer))
                 else:
-                    steps.append(answer_steps(self.tokenizer, stop_tokens, messages, answer))
+                    answers.append(answer_steps(self.tokenizer, self._stops, messages, answer))
             except UserError as error:
                 raise UserError(f"{self.key}: {error}") from None
-        return steps
+        return answers
 
     def prompt(self, row: Row, index: int, cursor: int) -> Prompt:
         """The row as a Prompt. `columns["prompt"]` is the prompt as in the dataset: rewards receive this form."""
         messages, text, content = self.content(row)
-        column = prompt_column(row, self.spec, self.key)
-        columns = {name: value for name, value in row.items() if name != column}
-        columns["prompt"] = prompt_of(row, self.spec, self.key)
+        columns = reward_columns(row, self.spec, self.key)
         if content.media:  # references instead of bytes
             columns = {name: value for name, value in columns.items() if name not in COLUMNS}
             columns["prompt"] = list(messages)
             for medium in content.media:
                 columns.setdefault(KINDS[medium.kind].rewards, []).append(medium.pixels)
-        answer = answer_of(row, self.spec)
-        if answer is not None:
-            columns["answer"] = answer
         return Prompt(id=cursor, row=index, messages=messages, text=text, content=content, columns=columns)
 
     def length(self, prompt: Prompt) -> int:
         """In the unit of data.max_prompt_length."""
         return prompt.content.size
-
-    def _tokens(self, text: str, contents: Sequence[Any]) -> Ints:
-        self._check_alphabet(contents)
-        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def _check_alphabet(self, contents: Sequence[Any]) -> None:
         if self._alphabet:  # of a model built from scratch: unknown characters would silently become <unk>
@@ -240,29 +228,24 @@ def _digest(index: int, row: Row, context: bytes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """The answers to train on of a row, to measure them."""
+class AnswerLimits:
+    """Of rows with answers to train on. AnswerLimits(longest=256, pairs=True)"""
 
-    of: Callable[[Row], Sequence[Tokens]]
     longest: int  # tokens of one
-    pairs: bool = False  # the two differ
+    pairs: bool = False  # the two of a row differ
 
 
 def rows_of(
     config: Config, split: Literal["train", "eval"], templater: Templater
-) -> tuple[Sequence[Row], Answers | None]:
-    """The rows of a dataset, and how their answers are measured, if they have answers to train on."""
+) -> tuple[Sequence[Row], AnswerLimits | None]:
+    """The rows of a dataset, and the limits of their answers, if they have answers to train on."""
     dataset, key, needs = templater.spec, templater.key, config.needs
     if not config.trains_on_answers(split):
         return load_rows(dataset, key, templater.media), None
-    stops, longest = stop_tokens(config.model, templater.tokenizer), config.generation.max_response_length
+    longest = config.generation.max_response_length
     if config.objective == "reward_model":  # its answers are whole conversations
         longest += config.data.max_prompt_length
-
-    def answers_of(row: Row) -> list[Tokens]:
-        return [answer for answer, _ in templater.answers(row, stops)]
-
-    return load_answered(dataset, needs, key), Answers(answers_of, longest, needs.pairs and not needs.labels)
+    return load_answered(dataset, needs, key), AnswerLimits(longest, needs.pairs and not needs.labels)
 
 
 def measure(
@@ -271,24 +254,24 @@ def measure(
     max_length: int,
     part: int = 0,
     parts: int = 1,
-    answers: Answers | None = None,
+    answers: AnswerLimits | None = None,
     check_columns: Callable[[Collection[str]], None] | None = None,
 ) -> Measured:
     """The rows that have at most `max_length` tokens after templating. A controller measures i % parts == part.
     `answers`: those to train on are short enough too. `check_columns`: raises UserError if the rewards need other
     columns than a row has."""
     kept, too_long, equal, digest, bad, with_media = list[int](), list[int](), list[int](), 0, dict[int, str](), 0
-    checked, longest = set[frozenset[str]](), answers.longest if answers is not None else 0
+    checked = set[frozenset[str]]()
     for index in range(part, len(rows), parts):
         row = rows[index]
         try:
             check_numbers(row, templater.key)
-            names = reward_columns(row, templater.spec, templater.key)
+            names = frozenset(reward_columns(row, templater.spec, templater.key))
             if check_columns is not None and names not in checked:
                 check_columns(names)
                 checked.add(names)
             _, _, content = templater.content(row)
-            own = answers.of(row) if answers is not None else ()
+            own = [answer for answer, _ in templater.answers(row)] if answers is not None else []
         except BadMedia as error:
             bad[index] = str(error)
             continue
@@ -296,7 +279,7 @@ def measure(
             raise UserError(f"row {index}: {error}") from None
         if answers is not None and answers.pairs and len({(a.context_bytes(), a.digest()) for a in own}) == 1:
             equal.append(index)
-        elif content.size > max_length or any(answer.size > longest for answer in own):
+        elif content.size > max_length or (answers is not None and any(a.size > answers.longest for a in own)):
             too_long.append(index)
         else:
             kept.append(index)

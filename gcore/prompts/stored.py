@@ -1,4 +1,4 @@
-"""Datasets read by the package `datasets`: hub ids (from the local cache if possible) and dataset folders.
+"""Where rows are stored: files (files.py), folders, hub ids (from the local cache if possible), or a Python program.
 
 openai/gsm8k, subset, revision ──cached?──> Arrow files in this machine's cache ──split──> rows
                                    └── no: `datasets` downloads and converts one commit
@@ -8,34 +8,72 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from gcore.config.data import Stored
-from gcore.hub import COMMIT, TIMEOUT_S, Repo, explain
-from gcore.prompts.files import DatasetRows, reject_media
+from gcore import user_files
+from gcore.config.data import Dataset
+from gcore.config.objects import is_object, object_of
+from gcore.hub import COMMIT, TIMEOUT_S, Repo, explain, is_id
+from gcore.prompts.files import READERS, DatasetRows, computed_rows, read_file, reject_media, short
 from gcore.types import UserError
 
 
-def pin_dataset(spec: Any, key: str) -> Any:
-    """A hub dataset with its commit, subset and split filled in. `spec` is a Stored of any type."""
+def read_rows(spec: Dataset, key: str, media: Collection[str] = ()) -> DatasetRows:
+    """Rows of a file, a folder or a hub id, or those that a Python program passed. `media`: columns of images are
+    allowed, and are not decoded."""
+    if spec.path is not None and is_object(spec.path):
+        rows: Any = object_of(spec.path, f"{key}.path")
+        if len(rows) and not isinstance(rows[0], Mapping):
+            raise UserError(f"{key}: the first row is {short(rows[0])}; expected a mapping from column to value")
+        return computed_rows(len(rows), lambda index: dict(rows[index]), spec.size)
+    path = user_files.find(spec.path or "")
+    if is_hub_dataset(spec) and spec.revision is not None:  # the driver has pinned it
+        return _read_id(spec, key, media)
+    if not path.exists():
+        raise UserError(f"{key}.path: no such file or folder: {path} (expected one on this machine, or a hub id)")
+    if spec.revision is not None:
+        raise UserError(f"{key}.revision={spec.revision}: {path} is on this machine; expected a hub id")
+    if path.is_dir():
+        return _read_folder(spec, key, media)
+    if unused := [name for name in ("subset", "split") if getattr(spec, name) is not None]:
+        raise UserError(f"{key}.{unused[0]}: {path} is a file; expected a dataset's folder or a hub id")
+    return read_file(path, spec.size, key, media)
+
+
+def media_folder(spec: Dataset) -> Path | None:
+    """The folder that paths of images in the dataset are relative to; None for tasks and hub ids."""
+    if spec.path is None or is_hub_dataset(spec):
+        return None
+    path = user_files.find(spec.path)
+    return path if path.is_dir() else path.parent
+
+
+def is_hub_dataset(spec: Dataset) -> bool:
+    return spec.path is not None and is_id(spec.path) and not spec.path.endswith(tuple(READERS))
+
+
+def pin_rows(spec: Dataset, key: str) -> Dataset:
+    """A hub dataset with its commit, subset and split filled in; other datasets unchanged."""
+    if not is_hub_dataset(spec):
+        return spec
     builder, commit = _prepared(spec, key)
     split = _split(builder.info.splits, spec, key)
     return spec.model_copy(update={"revision": commit, "subset": builder.config.name, "split": split})
 
 
-def read_id(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
+def _read_id(spec: Dataset, key: str, media: Collection[str]) -> DatasetRows:
     """Rows of a hub dataset whose commit is pinned."""
     builder, _ = _prepared(spec, key)
     split = _split(builder.info.splits, spec, key)
     try:
-        return _rows(builder.as_dataset(split=split), size, key, media)
+        return _rows(builder.as_dataset(split=split), spec.size, key, media)
     except ValueError as error:  # an invalid slice such as train[x]
         raise UserError(f"{key}.split={split}: {' '.join(str(error).split())}") from None
 
 
-def read_folder(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
+def _read_folder(spec: Dataset, key: str, media: Collection[str]) -> DatasetRows:
     """Rows of a folder written by save_to_disk, or of data files such as a copy of a hub dataset."""
     datasets, path = _library(spec, key), str(spec.path)
     try:
@@ -53,7 +91,7 @@ def read_folder(spec: Stored, size: int | None, key: str, media: Collection[str]
         dataset = dataset[split]
     elif spec.split is not None:
         raise UserError(f"{key}.split={spec.split}: {path} has no splits; expected {key}.split unset")
-    return _rows(dataset, size, key, media)
+    return _rows(dataset, spec.size, key, media)
 
 
 def _rows(dataset: Any, size: int | None, key: str, media: Collection[str]) -> DatasetRows:
@@ -66,7 +104,7 @@ def _rows(dataset: Any, size: int | None, key: str, media: Collection[str]) -> D
     return DatasetRows(num_rows, dataset.with_format(None).__getitem__, dataset.column_names)
 
 
-def _library(spec: Stored, key: str) -> Any:
+def _library(spec: Dataset, key: str) -> Any:
     try:
         return importlib.import_module("datasets")
     except ModuleNotFoundError:
@@ -75,7 +113,7 @@ def _library(spec: Stored, key: str) -> Any:
         ) from None
 
 
-def _split(splits: Any, spec: Stored, key: str) -> str:
+def _split(splits: Any, spec: Dataset, key: str) -> str:
     """The split to read. data.eval must name its split, so that it is not the training split by accident."""
     names = list(splits or ())
     if spec.split is not None:
@@ -90,7 +128,7 @@ def _split(splits: Any, spec: Stored, key: str) -> str:
 # ---- hub ids ----
 
 
-def _prepared(spec: Stored, key: str) -> tuple[Any, str]:
+def _prepared(spec: Dataset, key: str) -> tuple[Any, str]:
     """A builder with its files in the cache, so that splits can be opened; and the commit."""
     datasets, path = _library(spec, key), str(spec.path)
     repo = Repo(path, spec.revision, f"{key}.path", "dataset")
@@ -116,7 +154,7 @@ def _prepared(spec: Stored, key: str) -> tuple[Any, str]:
         raise explain(error, repo) from error
 
 
-def _no_subset(datasets: Any, spec: Stored, commit: str, key: str, error: Exception) -> UserError:
+def _no_subset(datasets: Any, spec: Dataset, commit: str, key: str, error: Exception) -> UserError:
     try:
         has = "has " + ", ".join(datasets.get_dataset_config_names(spec.path, revision=commit))
     except Exception:
@@ -125,7 +163,7 @@ def _no_subset(datasets: Any, spec: Stored, commit: str, key: str, error: Except
     return UserError(f"{key}.subset: {given}, and {spec.path} {has}; expected one of them")
 
 
-def _cached(spec: Stored, offline: bool) -> tuple[Any, str] | None:
+def _cached(spec: Dataset, offline: bool) -> tuple[Any, str] | None:
     """The builder and commit from cached Arrow files: CACHE/openai___gsm8k/SUBSET/VERSION/COMMIT. None if there are
     none. `offline`: the hub did not answer; if only one subset is cached, it is used."""
     from datasets import config as settings
@@ -151,7 +189,7 @@ def _cached(spec: Stored, offline: bool) -> tuple[Any, str] | None:
     return builder, commit
 
 
-def _commit(spec: Stored) -> str | None:
+def _commit(spec: Dataset) -> str | None:
     """The commit of the revision if the hub's local cache has it, else None."""
     from huggingface_hub import constants
 

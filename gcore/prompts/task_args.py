@@ -6,9 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gcore.prompts.files import Row
 from gcore.types import UserError
-
-Row = dict[str, Any]
 
 
 def task_args(task: str, given: Mapping[str, Any], defaults: Row, key: str) -> Row:
@@ -27,15 +26,21 @@ def task_args(task: str, given: Mapping[str, Any], defaults: Row, key: str) -> R
                 right, expected = is_number and 0 <= value <= 1, "a number between 0 and 1"
             case _:
                 continue
-        if not right:
-            raise UserError(f"{key}.args.{name}: expected {expected}, got {value!r}")
-    check_split(given, key)
+        expect(right, f"{key}.args.{name}", expected, value)
+    split_of(given, key)
     return defaults | dict(given)
 
 
-def check_split(args: Mapping[str, Any], key: str) -> None:
-    if args.get("split", "train") not in ("train", "eval"):
-        raise UserError(f"{key}.args.split: expected train or eval, got {args['split']!r}")
+def split_of(given: Mapping[str, Any], key: str) -> str:
+    split = given.get("split", "train")
+    expect(split in ("train", "eval"), f"{key}.args.split", "train or eval", split)
+    return str(split)
+
+
+def expect(holds: bool, key: str, expected: str, got: Any) -> None:
+    """Raises UserError if the condition on an argument does not hold."""
+    if not holds:
+        raise UserError(f"{key}: expected {expected}, got {got!r}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

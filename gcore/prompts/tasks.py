@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gcore.prompts.digits import make_digits
-from gcore.prompts.draw_digits import make_draw_digits
-from gcore.prompts.files import DatasetRows, computed_rows
-from gcore.prompts.task_args import Row, check_split, nearest, task_args
+from gcore.prompts.digits import make_digits, make_draw_digits
+from gcore.prompts.files import DatasetRows, Row, computed_rows
+from gcore.prompts.task_args import expect, nearest, split_of, task_args
 from gcore.types import UserError
 from gcore.user_functions import load_function, one_line
 
@@ -99,34 +98,22 @@ def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Dataset
     The splits are disjoint if their other arguments are the same."""
     args = task_args("arithmetic", given, ARITHMETIC, key)
     for name in ("sloppy", "pairs"):
-        if args[name] and args["operations"] != ["+"]:
-            got = args["operations"]
-            raise UserError(f"{key}.args.{name}: got operations {got}; expected only + (it omits a carry)")
+        only_sums, expected = args["operations"] == ["+"], "operations: [+], because it omits a carry"
+        expect(only_sums or not args[name], f"{key}.args.{name}", expected, args["operations"])
     operations, low, high, held_out = args["operations"], args["min"], args["max"], args["eval_size"]
-    if (
-        not isinstance(operations, list | tuple)
-        or not operations
-        or any(o not in tuple(OPERATIONS) for o in operations)
-    ):
-        raise UserError(f"{key}.args.operations: expected a list of {', '.join(OPERATIONS)}, got {operations!r}")
-    if len(set(operations)) < len(operations):
-        raise UserError(f"{key}.args.operations: expected each operation once, got {operations!r}")
-    if low > high:
-        raise UserError(f"{key}.args.min: expected at most max={high}, got {low}")
+    is_list = isinstance(operations, list | tuple) and len(operations) > 0
+    known = is_list and all(operation in tuple(OPERATIONS) for operation in operations)
+    expect(known, f"{key}.args.operations", f"a list of {', '.join(OPERATIONS)}", operations)
+    expect(len(set(operations)) == len(operations), f"{key}.args.operations", "each operation once", operations)
+    expect(low <= high, f"{key}.args.min", f"at most max={high}", low)
     num_problems = len(operations) * (high - low + 1) ** 2
-    if not 0 <= held_out < num_problems:
-        raise UserError(
-            f"{key}.args.eval_size: expected less than the number of problems, {num_problems}, got {held_out}"
-        )
-    if num_problems >= 2**62:
-        raise UserError(f"{key}.args.max: got {high}, which gives 2**62 problems or more; expected less")
+    expect(num_problems < 2**62, f"{key}.args.max", "a number that gives less than 2**62 problems", high)
+    fewer = "less than the number of problems"
+    expect(0 <= held_out < num_problems, f"{key}.args.eval_size", f"{fewer}, {num_problems}", held_out)
     random = np.random.default_rng([args["seed"] % 2**64, num_problems])
     order = random.choice(num_problems, size=min(num_problems, held_out + MOST_TRAIN), replace=False)
     order = order[_selected(order, args)]
-    if len(order) <= held_out:
-        raise UserError(
-            f"{key}.args.eval_size: expected less than the number of problems, {len(order)}, got {held_out}"
-        )
+    expect(held_out < len(order), f"{key}.args.eval_size", f"{fewer}, {len(order)}", held_out)
     problems = order[:held_out] if args["split"] == "eval" else order[held_out:]
     return computed_rows(len(problems), lambda index: _arithmetic_row(int(problems[index]), args), size)
 
@@ -144,8 +131,7 @@ def _needle(given: Mapping[str, Any], size: int | None, key: str) -> DatasetRows
     """{"prompt": "hbca7fdbeag?", "answer": "7"}: find the only digit among letters."""
     args = task_args("needle", given, NEEDLE, key)
     least, most = args["min_length"], args["max_length"]
-    if not 2 <= least <= most:
-        raise UserError(f"{key}.args.min_length: expected 2 to max_length={most}, got {least}")
+    expect(2 <= least <= most, f"{key}.args.min_length", f"2 to max_length={most}", least)
 
     def row(index: int) -> Row:
         random = np.random.default_rng([args["seed"] % 2**64, args["split"] == "eval", index])
@@ -180,8 +166,7 @@ def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: s
     for name in args:
         if name not in fields:
             raise UserError(f"{key}.args.{name}: reasoning_gym/{task} has no such argument{nearest(name, fields)}")
-    check_split(given, key)
-    args["seed"] = args.get("seed", 0) + (GYM_EVAL_SEED if given.get("split") == "eval" else 0)
+    args["seed"] = args.get("seed", 0) + (GYM_EVAL_SEED if split_of(given, key) == "eval" else 0)
     args["size"] = size or args.get("size", GYM_SIZE)
     try:
         dataset = reasoning_gym.create_dataset(task, **args)

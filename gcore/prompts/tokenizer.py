@@ -44,7 +44,7 @@ def load_tokenizer(model: Model, key: str = "model", *, chat: bool = False) -> A
         folder, source_key = hub.tokenizer_folder(model, key)
         tokenizer = _from_folder(folder, source_key, model.trust_remote_code)
     if model.chat_template is not None:
-        tokenizer.chat_template = _template_text(model.chat_template)
+        tokenizer.chat_template = user_files.template_text(model.chat_template, "model.chat_template")
         _check_template(tokenizer)
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -125,16 +125,6 @@ def _from_folder(folder: Path, key: str, trust_remote_code: bool) -> Any:
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for files it cannot read
         cause = " ".join(str(error).split())[:300]
         raise UserError(f"{key}: the tokenizer in {folder} does not load: {cause} (or set model.tokenizer)") from error
-
-
-def _template_text(value: str) -> str:
-    """The template itself, or the content of the file that the key names. A template contains a brace."""
-    if "{" in value:
-        return value
-    file = user_files.find(value)
-    if not file.is_file():
-        raise UserError(f"model.chat_template: no such file: {value} (expected a path, or a Jinja template)")
-    return file.read_text()
 
 
 def _check_template(tokenizer: Any) -> None:

@@ -23,13 +23,13 @@ from typing import Any, cast
 
 from gcore.rewarding.rules import text_of
 from gcore.rewarding.sandbox import RunResult, SandboxLimits, Script, run
+from gcore.rewarding.sandboxed import PASSED
 from gcore.rewarding.source import short
 from gcore.types import UserError
 
 FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py)[\d.]*[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.I
 )
-PASSED = b"."
 
 
 def python_tests(
@@ -139,9 +139,8 @@ def _output(program: str, given: str, limits: SandboxLimits) -> RunResult:
 
 def _asserts_passed(program: str, tests: str, limits: SandboxLimits) -> int:
     """The tests run in a process of their own, and ask the process of the program for results."""
-    tasks = [{"source": tests, "is_tests": True, "passed": PASSED}]
-    tasks += [{"source": program.encode(errors="replace"), "is_tests": False}]
+    program_task = {"source": program.encode(errors="replace"), "is_tests": False}
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(end) for end in socket.socketpair()]
-        scripts = [Script(task, socket=end) for task, end in zip(tasks, ends, strict=True)]
+        scripts = [Script({"source": tests, "is_tests": True}, socket=ends[0]), Script(program_task, socket=ends[1])]
         return run(scripts, limits).output.count(PASSED)

@@ -4,9 +4,9 @@
                                  ^                 │
                                  └── new sampling noise, while no verdict can be parsed
 
-pointwise   a judge task is one response
-pairwise    a judge task is two responses in an order; each pair is judged in both orders, so that a judge that prefers
-            the first response gives both the same
+pointwise   a task is one response
+pairwise    a task is two responses in an order; each pair is judged in both orders, so that a judge that prefers the
+            first response gives both the same
 
 Requests and their sampling noise depend only on the group: rewards do not depend on the order of the answers.
 """
@@ -17,19 +17,18 @@ import asyncio
 import inspect
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import pstdev
 from typing import Any, TypeVar
 
-from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gcore import user_files
 from gcore.config.judges import VerdictJudge
 from gcore.rewarding.judge_backend import JudgeBackend, Key
-from gcore.rewarding.source import Answer, is_finite, scalar, short
+from gcore.rewarding.source import Answer, Source, is_finite, scalar, short
 from gcore.types import Message, Prompt, RewardError, Rollout, SamplingParams, UserError
 from gcore.user_functions import load_function
 
@@ -42,20 +41,8 @@ WORDS = re.compile(r"(?:[^\\(]|\\.|\(\?(?!P<))*\((?:\?P<\w+>)?[A-Za-z|\[\] ]+\)"
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeTask:
-    """One response, or two in an order, to judge. JudgeTask(places=(0, 2), key=(70, 0, 2), question=[1, 6, ...])"""
-
-    places: tuple[int, ...]  # indices in the group
-    key: Key  # prompt id, siblings
-    question: Any  # from JudgeBackend.question
-
-
-@dataclass(frozen=True, slots=True)
 class JudgeResult:
-    """The result of a task.
-
-    JudgeResult(verdicts=[1.0, 0.0], unparsed="'Hm': no match of ([AB])", texts=["A.", "B."])
-    """
+    """Of a task. JudgeResult(verdicts=[1.0, 0.0], unparsed="'Hm': no match of ([AB])", texts=["A.", "B."])"""
 
     verdicts: list[float]  # the parsed ones, in the order of the repeats
     unparsed: str  # the last text that could not be parsed, and why
@@ -66,21 +53,18 @@ class JudgeResult:
         return math.fsum(self.verdicts) / len(self.verdicts)
 
 
-class JudgeSource:
-    """Implements source.Source. `backend` generates the texts: an engine of this run, a server, or a test's script."""
-
-    attempts = 1  # retries are made here, per verdict; the rewarder would repeat the parsed verdicts too
+class JudgeSource(Source):
+    """`backend` generates the texts: an engine of this run, a server, or a test's script. Retries are made here, per
+    verdict; the rewarder would repeat the parsed verdicts too."""
 
     def __init__(self, spec: VerdictJudge, backend: JudgeBackend, key: str = "rewards.judges.0"):
-        self.spec, self.backend, self.key = spec, backend, key
-        self.name, self.weight = spec.name, spec.weight
-        self.counts: Counter[str] = backend.counts
+        super().__init__(spec.name, spec.weight)
+        self.spec, self.backend, self.key, self.counts = spec, backend, key, backend.counts
         self._params = SamplingParams(spec.max_response_length, temperature=spec.temperature, top_p=spec.top_p)
-        self._prompt, self._parser = JudgePrompt(spec, backend, key), VerdictParser(spec, key)
+        self._prompt, self._parse = JudgePrompt(spec, backend, key), make_parser(spec, key)
 
     def check(self, columns: Collection[str]) -> None:
         self._prompt.check(columns)
-        self._parser.check()
 
     async def reach(self) -> None:
         await self.backend.reach()
@@ -88,18 +72,20 @@ class JudgeSource:
     def close(self) -> None:
         self.backend.close()
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
-        """One request per verdict, all at once. A prompt that is too long fails before any request is sent."""
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
+        """One request per verdict, all at once. A prompt that is too long fails before any request is sent. A task is
+        named by the places of its responses in the group."""
         n = len(group)
         if self.spec.mode == "pointwise":
-            orders: list[tuple[int, ...]] = [(i,) for i in range(n)]
+            tasks: list[tuple[int, ...]] = [(i,) for i in range(n)]
         elif n == 1:  # an evaluation's greedy response: there is no other response to compare it with
             return Answer([None])
         else:
-            orders = [order for i, j in pairs(n, self.spec.opponents) for order in ((i, j), (j, i))]
-        tasks = [self._task(group, places) for places in orders]
-        judged = await _gather_or_cancel(self._judge(task, attempt) for task in tasks)
-        results = dict(zip(orders, judged, strict=True))
+            tasks = [order for i, j in pairs(n, self.spec.opponents) for order in ((i, j), (j, i))]
+        rollouts = [[group[place] for place in places] for places in tasks]
+        questions = [self._question(judged) for judged in rollouts]
+        keys = [(judged[0].prompt.id, *(rollout.sibling for rollout in judged)) for judged in rollouts]
+        results = dict(zip(tasks, await _gather_or_cancel(map(self._judge, questions, keys)), strict=True))
         return Answer(
             [self._reward(group, i, results) for i in range(n)],
             [_spread(i, results) for i in range(n)] if self.spec.repeats > 1 else [],
@@ -109,7 +95,7 @@ class JudgeSource:
     def preview(self, group: Sequence[Rollout]) -> str:
         """The judge's prompt for the first response of the group (pairwise: for the first two). Raises RewardError."""
         rollouts = group[: len(RESPONSES[self.spec.mode])]
-        self._task(group, tuple(range(len(rollouts))))  # raises if the prompt is too long
+        self._question(rollouts)  # raises if the prompt is too long
         return self.backend.text(self._messages(rollouts))
 
     async def ask(self, messages: Sequence[Message], key: Key, **params: Any) -> str:
@@ -117,11 +103,9 @@ class JudgeSource:
         question = self.backend.question(messages, f"judge {self.name!r}")
         return await self.backend.answer(question, self._params.override(params, "ctx.ask"), (self.name, "say", *key))
 
-    def _task(self, group: Sequence[Rollout], places: tuple[int, ...]) -> JudgeTask:
-        rollouts = [group[place] for place in places]
-        prompt = rollouts[0].prompt
-        question = self.backend.question(self._messages(rollouts), f"reward {self.name!r}, prompt {prompt.id}")
-        return JudgeTask(places, (prompt.id, *(rollout.sibling for rollout in rollouts)), question)
+    def _question(self, rollouts: Sequence[Rollout]) -> Any:
+        where = f"reward {self.name!r}, prompt {rollouts[0].prompt.id}"
+        return self.backend.question(self._messages(rollouts), where)
 
     def _messages(self, rollouts: Sequence[Rollout]) -> list[Message]:
         """A judge that sees gets the images of the prompt, then the responses that are images."""
@@ -132,24 +116,24 @@ class JudgeSource:
         given = rollouts[0].prompt.columns.get("images") or ()
         return self._prompt.messages(rollouts[0].prompt, texts, [*given, *(i for i in made if i is not None)])
 
-    async def _judge(self, task: JudgeTask, attempt: int) -> JudgeResult:
-        verdicts = await _gather_or_cancel(self._verdict(task, repeat, attempt) for repeat in range(self.spec.repeats))
+    async def _judge(self, question: Any, key: Key) -> JudgeResult:
+        """`key`: prompt id, siblings."""
+        verdicts = await _gather_or_cancel(self._verdict(question, (*key, i)) for i in range(self.spec.repeats))
         parsed = [verdict for verdict in verdicts if not isinstance(verdict, str)]
         unparsed = [verdict for verdict in verdicts if isinstance(verdict, str)]
         return JudgeResult(
             [value for value, _ in parsed], unparsed[-1] if unparsed else "", [text for _, text in parsed]
         )
 
-    async def _verdict(self, task: JudgeTask, repeat: int, attempt: int) -> tuple[float, str] | str:
+    async def _verdict(self, question: Any, key: Key) -> tuple[float, str] | str:
         """One verdict and its text, with retries until it can be parsed. Otherwise the last text, and why it was not
         parsed."""
         unparsed = ""
         for retry in range(self.spec.attempts):
             self.counts["verdicts"] += 1
-            key = (self.name, *task.key, repeat, attempt * self.spec.attempts + retry)
-            text = await self.backend.answer(task.question, self._params, key)
+            text = await self.backend.answer(question, self._params, (self.name, *key, retry))
             try:
-                return self._parser.parse(text), text
+                return self._parse(text), text
             except UnparsedVerdict as error:
                 self.counts["unparsed"] += 1
                 if isinstance(error, VerdictFunctionError):
@@ -216,19 +200,21 @@ def _notes(group: Sequence[Rollout], place: int, results: Mapping[tuple[int, ...
 
 
 class JudgePrompt:
-    """The judge's input: a prompt and responses -> messages."""
+    """The judge's input: a prompt and responses -> messages. The template is compiled here, before the run."""
 
     def __init__(self, spec: VerdictJudge, backend: JudgeBackend, key: str):
         self.spec, self.backend, self.key = spec, backend, key
-        self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-        self._template: Template | None = None
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        text = user_files.template_text(spec.template, f"{key}.template")
+        try:
+            self._tree, self._template = environment.parse(text), environment.from_string(text)
+        except TemplateError as error:
+            line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            raise UserError(f"{key}.template: not a valid Jinja template: {line}{error.message}") from None
 
     def check(self, columns: Collection[str]) -> None:
-        """Checks that the template compiles, uses only known names, and contains the responses."""
-        self._template = self._compile()
-        responses = RESPONSES[self.spec.mode]
-        tree = self._environment.parse(self._text())
-        names = meta.find_undeclared_variables(tree)
+        """The template uses only known names, and contains the responses."""
+        responses, names = RESPONSES[self.spec.mode], meta.find_undeclared_variables(self._tree)
         known = {*columns, "prompt", "messages", *responses}
         if unknown := sorted(names - known):
             raise UserError(
@@ -238,14 +224,12 @@ class JudgePrompt:
         for name in responses:
             if name not in names:
                 raise UserError(f"{self.key}.template: expected {{{{ {name} }}}} in it, the text to judge")
-        own = "".join(data.data for data in tree.find_all(nodes.TemplateData))
+        own = "".join(data.data for data in self._tree.find_all(nodes.TemplateData))
         self.backend.check({"template": own, "system_prompt": self.spec.system_prompt or ""}, self._conversation("x"))
 
     def messages(self, prompt: Prompt, responses: Sequence[str], images: Sequence[Any] = ()) -> list[Message]:
         """The rendered template as a user message, after the images. Our own names override columns of the same
         name."""
-        if self._template is None:
-            self._template = self._compile()
         shown = zip(RESPONSES[self.spec.mode], map(self.backend.escape, responses), strict=True)
         own = {"prompt": _prompt_text(prompt), "messages": list(prompt.messages), **dict(shown)}
         try:
@@ -261,108 +245,6 @@ class JudgePrompt:
         parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
         return [*first, {"role": "user", "content": parts if images else text}]
 
-    def _text(self) -> str:
-        """The template itself, or the content of the file that the key names. A template contains a brace."""
-        if "{" in self.spec.template:
-            return self.spec.template
-        file = user_files.find(self.spec.template)
-        if not file.is_file():
-            raise UserError(f"{self.key}.template: no such file: {file} (expected a path, or a Jinja template)")
-        return file.read_text(encoding="utf-8")
-
-    def _compile(self) -> Template:
-        try:
-            return self._environment.from_string(self._text())
-        except TemplateError as error:
-            line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-            raise UserError(f"{self.key}.template: not a valid Jinja template: {line}{error.message}") from None
-
-
-class UnparsedVerdict(ValueError):
-    """No verdict can be parsed from a text; the message gives the reason."""
-
-
-class VerdictFunctionError(UnparsedVerdict):
-    """The user's function raised."""
-
-
-class VerdictParser:
-    """Converts a text to a number, by regular expression or by function."""
-
-    def __init__(self, spec: VerdictJudge, key: str):
-        self.spec, self.key = spec, key
-        self._parse: Callable[[str], Any] | None = None
-        pairwise = spec.mode == "pairwise"  # the second response gets 1 minus the value
-        self._expected = "a number between 0 and 1 (mode: pairwise)" if pairwise else "a finite number"
-
-    def check(self) -> None:
-        self._parse = self._make_parser()
-
-    def parse(self, text: str) -> float:
-        if self._parse is None:
-            self._parse = self._make_parser()
-        value = self._parse(text)
-        if not self._is_valid(value):
-            raise UnparsedVerdict(f"parsed as {short(value)}; expected {self._expected}")
-        return float(value)
-
-    def _is_valid(self, value: Any) -> bool:
-        return is_finite(value) and (self.spec.mode == "pointwise" or 0 <= value <= 1)
-
-    def _make_parser(self) -> Callable[[str], Any]:
-        key, verdict, values = f"{self.key}.verdict", self.spec.verdict, self.spec.values
-        if FUNCTION.fullmatch(verdict):
-            if values:
-                raise UserError(f"{self.key}.values: expected none, because the function {verdict} returns numbers")
-            return self._by_function(load_function(verdict, key))
-        try:
-            pattern = re.compile(verdict)
-        except re.error as error:
-            raise UserError(f"{key}: {verdict!r} is not a regular expression: {error}") from None
-        if not pattern.groups:
-            raise UserError(
-                f"{key}: got {verdict!r}; expected a regular expression with a group in it, package.module:function "
-                "or file.py:function"
-            )
-        if not values and WORDS.match(verdict):
-            raise UserError(f"{self.key}.values: not set, but {verdict!r} matches words; expected a number per word")
-        return self._by_pattern(pattern, values)
-
-    def _by_pattern(self, pattern: re.Pattern[str], values: Mapping[str, float]) -> Callable[[str], float]:
-        """The first group of the last match, as a number or looked up in `values`."""
-        by_word = {word.strip().casefold(): value for word, value in values.items()}
-        if len(by_word) < len(values):
-            raise UserError(f"{self.key}.values: got {', '.join(values)}; expected each word once (case is ignored)")
-        for word, value in values.items():
-            if not self._is_valid(value):
-                raise UserError(f"{self.key}.values.{word}: got {value}; expected {self._expected}")
-
-        def parse(text: str) -> float:
-            found = [match[1] for match in pattern.finditer(text)]
-            if not found or found[-1] is None:
-                raise UnparsedVerdict(f"no match of {pattern.pattern}")
-            word = found[-1].strip()
-            if by_word and word.casefold() not in by_word:
-                raise UnparsedVerdict(f"{word!r} is none of {', '.join(values)}")
-            try:
-                return by_word[word.casefold()] if by_word else float(word)
-            except ValueError:
-                raise UnparsedVerdict(f"{word!r} is not a number") from None
-
-        return parse
-
-    def _by_function(self, function: Callable[..., Any]) -> Callable[[str], Any]:
-        if inspect.iscoroutinefunction(function):
-            raise UserError(f"{self.key}.verdict: {self.spec.verdict} is async; expected a plain function of the text")
-
-        def parse(text: str) -> Any:
-            try:
-                return scalar(function(text))
-            except Exception as error:
-                raise VerdictFunctionError(f"{self.spec.verdict} raised {short(error)}") from error
-
-        return parse
-
 
 def _prompt_text(prompt: Prompt) -> str:
     """The prompt as in the dataset; for messages, their text."""
@@ -375,3 +257,82 @@ def _content(content: Any) -> str:
     if isinstance(content, list | tuple):
         return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
     return str(content or "")
+
+
+class UnparsedVerdict(ValueError):
+    """No verdict can be parsed from a text; the message gives the reason."""
+
+
+class VerdictFunctionError(UnparsedVerdict):
+    """The user's function raised."""
+
+
+def make_parser(spec: VerdictJudge, key: str) -> Callable[[str], float]:
+    """Converts the text of a verdict to a number, by regular expression or by function. Raises UnparsedVerdict."""
+    expected = "a finite number"
+    if spec.mode == "pairwise":  # the second response gets 1 minus the value
+        expected = "a number between 0 and 1 (mode: pairwise)"
+
+    def is_valid(value: Any) -> bool:
+        return is_finite(value) and (spec.mode == "pointwise" or 0 <= value <= 1)
+
+    for word, value in spec.values.items():
+        if not is_valid(value):
+            raise UserError(f"{key}.values.{word}: got {value}; expected {expected}")
+    read = _by_function(spec, key) if FUNCTION.fullmatch(spec.verdict) else _by_pattern(spec, key)
+
+    def parse(text: str) -> float:
+        value = read(text)
+        if not is_valid(value):
+            raise UnparsedVerdict(f"parsed as {short(value)}; expected {expected}")
+        return float(value)
+
+    return parse
+
+
+def _by_function(spec: VerdictJudge, key: str) -> Callable[[str], Any]:
+    if spec.values:
+        raise UserError(f"{key}.values: expected none, because the function {spec.verdict} returns numbers")
+    function = load_function(spec.verdict, f"{key}.verdict")
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{key}.verdict: {spec.verdict} is async; expected a plain function of the text")
+
+    def read(text: str) -> Any:
+        try:
+            return scalar(function(text))
+        except Exception as error:
+            raise VerdictFunctionError(f"{spec.verdict} raised {short(error)}") from error
+
+    return read
+
+
+def _by_pattern(spec: VerdictJudge, key: str) -> Callable[[str], float]:
+    """The first group of the last match, as a number or looked up in `values`."""
+    try:
+        pattern = re.compile(spec.verdict)
+    except re.error as error:
+        raise UserError(f"{key}.verdict: {spec.verdict!r} is not a regular expression: {error}") from None
+    if not pattern.groups:
+        raise UserError(
+            f"{key}.verdict: got {spec.verdict!r}; expected a regular expression with a group in it, "
+            "package.module:function or file.py:function"
+        )
+    if not spec.values and WORDS.match(spec.verdict):
+        raise UserError(f"{key}.values: not set, but {spec.verdict!r} matches words; expected a number per word")
+    by_word = {word.strip().casefold(): value for word, value in spec.values.items()}
+    if len(by_word) < len(spec.values):
+        raise UserError(f"{key}.values: got {', '.join(spec.values)}; expected each word once (case is ignored)")
+
+    def read(text: str) -> float:
+        words = [match[1] for match in pattern.finditer(text)]
+        if not words or words[-1] is None:
+            raise UnparsedVerdict(f"no match of {pattern.pattern}")
+        word = words[-1].strip()
+        if by_word and word.casefold() not in by_word:
+            raise UnparsedVerdict(f"{word!r} is none of {', '.join(spec.values)}")
+        try:
+            return by_word[word.casefold()] if by_word else float(word)
+        except ValueError:
+            raise UnparsedVerdict(f"{word!r} is not a number") from None
+
+    return read

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -23,7 +23,7 @@ from gcore.content.decoding import TextDecoder
 from gcore.content.media import ArrayRef, png_url, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.rewarding.client import REACH_S, USUAL_DELAYS, JsonClient, RetryDelays
+from gcore.rewarding.http import USUAL_DELAYS, JsonClient, RetryDelays
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import Completion, Message, Pixels, RewardError, SamplingParams, UserError
 
@@ -46,37 +46,39 @@ SPECIAL_TOKENS = re.compile(
 )
 
 
-class JudgeBackend(Protocol):
-    counts: Counter[str]
-    sees: bool  # messages may have image parts: {"type": "image", "image": array or ArrayRef}
+class JudgeBackend:
+    def __init__(self, sees: bool) -> None:
+        self.sees = sees  # messages may have image parts: {"type": "image", "image": array or ArrayRef}
+        self.counts: Counter[str] = Counter()
 
     def check(self, texts: Mapping[str, str], messages: Sequence[Message]) -> None:
         """Before the run: raises UserError if the model cannot take these texts of the recipe (by key) or messages of
         these roles."""
-        ...
+        raise NotImplementedError
 
     async def reach(self) -> None:
-        """Before the run: raises UserError if the model does not answer."""
-        ...
+        """Before the run: raises UserError if the model does not answer. Replicas of this run start later."""
 
     def escape(self, response: str) -> str:
         """Breaks up special tokens. With them, a policy's response could end its turn and write the verdict itself."""
-        ...
+        raise NotImplementedError
 
     def question(self, messages: Sequence[Message], where: str) -> Any:
         """Prepares messages for `answer`. Raises RewardError, beginning with `where`, if they cannot be sent."""
-        ...
+        raise NotImplementedError
 
     def text(self, messages: Sequence[Message]) -> str:
         """The conversation as the model reads it, as far as this process knows the chat template."""
-        ...
+        raise NotImplementedError
 
-    async def answer(self, question: Any, params: SamplingParams, key: Key) -> str: ...
+    async def answer(self, question: Any, params: SamplingParams, key: Key) -> str:
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends connections."""
 
 
-class EngineBackend:
+class EngineBackend(JudgeBackend):
     """A model served by this run, with its own tokenizer and chat template. `ask` sends to one of its replicas."""
 
     def __init__(
@@ -91,9 +93,9 @@ class EngineBackend:
         takes_images = processor is not None and "image" in processor.kinds
         if spec.images is True and not takes_images:
             raise UserError(f"{key}.images=true: its model takes no images; expected a vision-language model")
-        self._processor, self.sees = processor, takes_images and spec.images is not False
+        super().__init__(sees=takes_images and spec.images is not False)
         self.spec, self.tokenizer, self.stop_tokens, self.ask, self.key = spec, tokenizer, stop_tokens, ask, key
-        self.counts: Counter[str] = Counter()
+        self._processor = processor
         self._decoder = TextDecoder(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
@@ -107,15 +109,12 @@ class EngineBackend:
             if alphabet and (unknown := "".join(sorted(set(text) - alphabet))):
                 raise UserError(f"{self.key}.{name}: no token for the characters {unknown!r} (add them to {key})")
         try:
-            self._render(messages)
+            self.text(messages)
         except (TemplateError, TypeError) as error:
             raise UserError(
                 f"{self.key}: the chat template rejects messages of roles {[m['role'] for m in messages]}: "
                 f"{' '.join(str(error).split())} (change {self.key}.system_prompt or model.chat_template)"
             ) from None
-
-    async def reach(self) -> None:
-        """Nothing to check: the replicas start later."""
 
     def escape(self, response: str) -> str:
         return _break_up(self._special, response)
@@ -124,11 +123,11 @@ class EngineBackend:
         """Tokens of the rendered chat template, without more special tokens: the template contains them."""
         if self._processor is not None:
             try:
-                content = self._processor.content(self._render(messages), _media(messages))
+                content = self._processor.content(self.text(messages), _media(messages))
             except UserError as error:
                 raise RewardError(f"{where}: {error}") from error
         else:
-            ids = self.tokenizer(self._render(messages), add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(self.text(messages), add_special_tokens=False)["input_ids"]
             content = Tokens(np.asarray(ids, dtype=np.int32))
         if content.size > self.spec.max_prompt_length:
             raise RewardError(
@@ -138,7 +137,8 @@ class EngineBackend:
         return content
 
     def text(self, messages: Sequence[Message]) -> str:
-        return self._render(messages)
+        text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return text
 
     async def answer(self, question: Tokens, params: SamplingParams, key: Key) -> str:
         params = replace(params, stop_tokens=params.stop_tokens or self.stop_tokens)
@@ -146,13 +146,6 @@ class EngineBackend:
         if completion.finish == "abort":  # a cut verdict is wrong: "1" may be the beginning of "10"
             raise RewardError(f"judge {self.spec.name!r}: the request was aborted during generation")
         return (await self._decoder.texts([tokens_of(completion.content).tokens_S]))[0]
-
-    def close(self) -> None:
-        pass
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +156,13 @@ class Question:
     where: str
 
 
-class RemoteBackend:
+class RemoteBackend(JudgeBackend):
     """A model on another server, called by OpenAI's chat completions API. The server has the tokenizer, so it enforces
     the maximum length of a conversation."""
 
     def __init__(self, spec: RemoteJudge, seed_of: Callable[[Key], int], key: str, delays: RetryDelays = USUAL_DELAYS):
+        super().__init__(sees=spec.images is True)
         self.spec, self.seed_of, self.key = spec, seed_of, key
-        self.counts: Counter[str] = Counter()
-        self.sees = spec.images is True
         versioned = re.search(r"/v\d", spec.url) is not None
         hint = f"see {key}: url{'' if versioned else ' (most end in /v1)'}, served_model, seeds, extra"
         self.client = JsonClient(spec, key, 1 + spec.retries, self.counts, "chat/completions", hint, delays)
@@ -196,7 +188,7 @@ class RemoteBackend:
     async def reach(self) -> None:
         """One GET of URL/models. Not every server has this path; only a rejected token, a redirect, a server error
         and no answer are errors."""
-        reply = await self.client.reach("models", REACH_S)
+        reply = await self.client.reach("models")
         address = self.client.address("models").partition("?")[0]
         answered = f"{address} answered {self.client.quote(reply)}"
         if reply.status in (401, 403):

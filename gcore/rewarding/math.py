@@ -8,19 +8,19 @@ depends on the load of the machine. Our limit is CPU time. Other threads have no
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import logging
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from gcore.rewarding.rules import ANSWER_TAG, text_of
 from gcore.types import UserError
 
+T = TypeVar("T")
 BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:and|or)?[\s$,;]*")  # boxes joined like this are one answer
 
 
@@ -59,9 +59,8 @@ def _reference(answer: Any, limit_s: float) -> list[Any]:
         raise ValueError("no reference answer (set data.train.answer_column)")
     text = str(answer).rpartition("####")[2].strip()
     boxed = _last_boxes(text) or text
-    with _cpu_time(limit_s) as in_time:
-        parsed = _parse(rf"\boxed{{{boxed}}}")
-    if not in_time() or all(isinstance(value, str) for value in parsed):
+    parsed = _in_time(limit_s, lambda: _parse(rf"\boxed{{{boxed}}}"))
+    if parsed is None or all(isinstance(value, str) for value in parsed):
         raise ValueError(f"cannot parse the reference answer {answer!r} as mathematics (set data.train.answer_column)")
     return parsed
 
@@ -70,12 +69,11 @@ def _equals(wanted: list[Any], completion: str, limit_s: float) -> bool:
     tagged = ANSWER_TAG.findall(completion)
     text = tagged[-1].strip() if tagged else completion
     boxed = _last_boxes(text) or (text if tagged else "")
-    with _cpu_time(limit_s):
-        readings = [rf"\boxed{{{boxed}}}"] if boxed else []
-        if tagged or not boxed:  # a tag may hold a formula or a sentence with one
-            readings.append(text)
-        return any(_library().verify(wanted, _parse(reading), timeout_seconds=None) for reading in readings)
-    return False
+    readings = [rf"\boxed{{{boxed}}}"] if boxed else []
+    if tagged or not boxed:  # a tag may hold a formula or a sentence with one
+        readings.append(text)
+    verify = _library().verify
+    return bool(_in_time(limit_s, lambda: any(verify(wanted, _parse(r), timeout_seconds=None) for r in readings)))
 
 
 def _parse(text: str) -> list[Any]:
@@ -109,13 +107,10 @@ class _OutOfTime(BaseException):
     """Not an Exception, because sympy and math-verify catch those."""
 
 
-@contextlib.contextmanager
-def _cpu_time(limit_s: float) -> Iterator[Any]:
-    """Leaves the block after `limit_s`. The yielded function returns whether the block finished in time."""
-    in_time = [True]
+def _in_time(limit_s: float, call: Callable[[], T]) -> T | None:
+    """None: the call took more CPU time."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread can set signal handlers
-        yield lambda: True
-        return
+        return call()
 
     def stop(*_: Any) -> None:
         raise _OutOfTime
@@ -123,9 +118,9 @@ def _cpu_time(limit_s: float) -> Iterator[Any]:
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
-        yield lambda: in_time[0]
+        return call()
     except _OutOfTime:
-        in_time[0] = False
+        return None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)

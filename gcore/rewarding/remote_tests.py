@@ -17,13 +17,13 @@ import builtins
 import collections
 import importlib
 import io
+import json
 import operator
 import os
 import sys
 import types
 
-from gcore.rewarding.peer import DEPTH, Peer, Unsupported, find_standard, standard
-from gcore.rewarding.sandboxed import main_module, run_program
+from gcore.rewarding.sandboxed import PASSED, main_module, run_program
 
 TYPE_CHECKING = False  # as in sandboxed.py
 if TYPE_CHECKING:
@@ -31,6 +31,182 @@ if TYPE_CHECKING:
     from typing import Any
 
 EXACT = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+MESSAGE_BYTES = 8 << 20  # longest message between the two processes
+DEPTH = 200  # nesting of values
+# standard types that are sent as the arguments that make them again
+MADE: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
+    ("collections", "deque"): lambda v: [list(v), v.maxlen],
+    ("collections", "OrderedDict"): lambda v: [dict(v)],
+    ("collections", "Counter"): lambda v: [dict(v)],
+    ("decimal", "Decimal"): lambda v: [str(v)],
+    ("fractions", "Fraction"): lambda v: [v.numerator, v.denominator],
+    ("datetime", "date"): lambda v: [v.year, v.month, v.day],
+    ("datetime", "time"): lambda v: [v.hour, v.minute, v.second, v.microsecond, v.tzinfo],
+    ("datetime", "datetime"): lambda v: [*v.timetuple()[:6], v.microsecond, v.tzinfo],
+    ("datetime", "timedelta"): lambda v: [v.days, v.seconds, v.microseconds],
+    ("datetime", "timezone"): lambda v: [v.utcoffset(None)],
+    ("builtins", "range"): lambda v: [v.start, v.stop, v.step],
+}
+
+
+# --- values and calls between the two processes, as lines of JSON -----------------------------------------------------
+
+
+class Unsupported(TypeError):
+    """A value that cannot be sent."""
+
+
+class Peer:
+    """One end of the connection. Messages are lines of JSON; a request may be answered by requests before its reply."""
+
+    def __init__(self, socket: int):
+        self.incoming, self.outgoing = os.fdopen(socket, "rb"), os.fdopen(os.dup(socket), "wb")
+        self.objects: dict[int, Any] = {}  # what the other side may name
+
+    def send(self, message: Any) -> None:
+        try:
+            data = json.dumps(message).encode() + b"\n"
+        except RecursionError:
+            raise Unsupported("a value that is nested too deeply") from None
+        if len(data) > MESSAGE_BYTES:
+            raise Unsupported("a value that is too large")
+        try:
+            self.outgoing.write(data)
+            self.outgoing.flush()
+        except OSError:
+            os._exit(0)
+
+    def receive(self) -> list[Any]:
+        """The next message. The process ends with the other side, or if that sends what is no message: tests must not
+        catch this as an exception of the program."""
+        try:
+            data = self.incoming.readline(MESSAGE_BYTES + 1)
+            message = json.loads(data) if data.endswith(b"\n") else None
+            if isinstance(message, list) and len(message) > 1:
+                return message
+        except Exception:
+            pass
+        os._exit(0)
+
+    def request(self, *message: Any) -> list[Any]:
+        self.send(["request", *message])
+        while True:
+            kind, *rest = self.receive()
+            if kind == "request":
+                self.answer(*rest)
+            elif kind == "raise":
+                raise self.exception(*rest)
+            else:
+                return rest
+
+    def answer(self, *request: Any) -> None:
+        try:
+            reply = ["reply", *self.handle(*request)]
+        except BaseException as error:
+            reply = self.raised(error)
+        try:
+            self.send(reply)
+        except Unsupported as error:
+            self.send(self.raised(error))
+
+    def raised(self, error: BaseException) -> list[Any]:
+        try:
+            args = [self.encode(arg) for arg in error.args]
+        except Exception:
+            args = []
+        return ["raise", [kind.__name__ for kind in type(error).__mro__], args]
+
+    def exception(self, names: list[str], args: list[Any]) -> BaseException:
+        kind: Any = next((known for name in names if (known := self.exception_type(name)) is not None), Exception)
+        try:
+            error: BaseException = kind(*[self.decode(arg) for arg in args])
+            return error
+        except Exception:
+            return Exception(names[0])
+
+    def exception_type(self, name: str) -> type[BaseException] | None:
+        kind = vars(builtins).get(name)
+        return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+    def handle(self, *request: Any) -> list[Any]:
+        raise NotImplementedError
+
+    # --- values: JSON with a letter in front of each container
+
+    def encode(self, value: Any, depth: int = 0) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, float, str):
+            return value
+        if kind is int:
+            return value if abs(value) < 1 << 53 else ["int", hex(value)]
+        if depth > DEPTH:
+            raise Unsupported("a value that is nested too deeply")
+        deeper = depth + 1
+        if kind in (list, tuple, set, frozenset):
+            return [kind.__name__, *[self.encode(item, deeper) for item in value]]
+        if kind is dict:
+            return ["dict", *[[self.encode(k, deeper), self.encode(v, deeper)] for k, v in value.items()]]
+        if kind in (bytes, bytearray):
+            return [kind.__name__, value.decode("latin-1")]
+        if kind is complex:
+            return ["complex", value.real, value.imag]
+        if kind is collections.defaultdict:
+            return ["defaultdict", *[self.encode(v, deeper) for v in (value.default_factory, dict(value))]]
+        place = (kind.__module__, kind.__qualname__)
+        if place in MADE and getattr(sys.modules[place[0]], place[1], None) is kind:
+            return ["made", *place, *[self.encode(arg, deeper) for arg in MADE[place](value)]]
+        return self.encode_object(value, deeper)
+
+    def decode(self, data: Any) -> Any:
+        if not isinstance(data, list):
+            return data
+        match data[0], data[1:]:
+            case "int", [text]:
+                return int(text, 16)
+            case "list" | "tuple" | "set" | "frozenset" as name, items:
+                kind = getattr(builtins, name)
+                return kind([self.decode(item) for item in items])
+            case "dict", items:
+                return {self.decode(key): self.decode(value) for key, value in items}
+            case "bytes" | "bytearray" as name, [text]:
+                return getattr(builtins, name)(text.encode("latin-1"))
+            case "complex", [real, imaginary]:
+                return complex(real, imaginary)
+            case "defaultdict", [factory, items]:
+                return collections.defaultdict(self.decode(factory), self.decode(items))
+            case "made", [module, name, *args] if (module, name) in MADE:
+                return getattr(importlib.import_module(module), name)(*map(self.decode, args))
+        return self.decode_object(*data)
+
+    def encode_object(self, value: Any, depth: int) -> Any:
+        raise NotImplementedError
+
+    def decode_object(self, *data: Any) -> Any:
+        raise NotImplementedError
+
+    def keep(self, value: Any) -> int:
+        self.objects[id(value)] = value
+        return id(value)
+
+
+def find_standard(module: str, name: str) -> Any:
+    """A module of the standard library, or what has this name in it."""
+    if module.partition(".")[0] not in sys.stdlib_module_names:
+        raise Unsupported(module)
+    imported = importlib.import_module(module)
+    return getattr(imported, name) if name else imported
+
+
+def standard(value: Any, name: str) -> list[str] | None:
+    """Where the other side finds this object by itself, if the standard library has it under this name."""
+    if isinstance(value, types.ModuleType):
+        module = getattr(value, "__name__", "")
+        known = module == name and module in sys.stdlib_module_names and sys.modules.get(module) is value
+        return ["standard", module, ""] if known else None
+    module = getattr(value, "__module__", None)
+    if not isinstance(module, str) or module.partition(".")[0] not in sys.stdlib_module_names or module == "__main__":
+        return None
+    return ["standard", module, name] if getattr(sys.modules.get(module), name, None) is value else None
 
 
 # --- the process of the program ---------------------------------------------------------------------------------------
@@ -136,8 +312,8 @@ def plain(value: Any) -> Any:
 # --- the process of the tests -----------------------------------------------------------------------------------------
 
 
-def run_tests(tests: str, connection: int, report: int, passed: bytes) -> None:
-    """Writes `passed` for each assert that passes; without asserts at the top level, once if all statements pass."""
+def run_tests(tests: str, connection: int, report: int) -> None:
+    """Writes PASSED for each assert that passes; without asserts at the top level, once if all statements pass."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * DEPTH))
     peer = TestsPeer(connection)
     namespace = main_module() | peer.names(wanted_names(tests))
@@ -153,11 +329,11 @@ def run_tests(tests: str, connection: int, report: int, passed: bytes) -> None:
                 exec(code, namespace)
             except BaseException:
                 continue
-            os.write(report, passed)
+            os.write(report, PASSED)
         else:
             exec(code, namespace)
     if whole:
-        os.write(report, passed)
+        os.write(report, PASSED)
 
 
 def wanted_names(tests: str) -> list[str]:
@@ -328,25 +504,10 @@ def update(old: Any, new: Any) -> None:
 
 BINARY = ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 BITS = ("and_", "or_", "xor", "lshift", "rshift")
+OF_BUILTINS = ("len", "iter", "next", "bool", "str", "repr", "hash", "int", "float", "reversed", "setattr", "delattr")
 UNARY: dict[str, Callable[..., Any]] = {
-    "__len__": len,
-    "__iter__": iter,
-    "__next__": next,
-    "__bool__": bool,
-    "__str__": str,
-    "__repr__": repr,
-    "__hash__": hash,
-    "__int__": int,
-    "__float__": float,
-    "__index__": operator.index,
-    "__neg__": operator.neg,
-    "__abs__": abs,
-    "__reversed__": reversed,
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-    "__delitem__": operator.delitem,
-    "__setattr__": setattr,
-    "__delattr__": delattr,
+    **{f"__{name}__": getattr(builtins, name) for name in OF_BUILTINS},
+    **{f"__{name}__": getattr(operator, name) for name in ("index", "neg", "abs", "getitem", "setitem", "delitem")},
     "__enter__": lambda it: it.__enter__(),
     "__exit__": lambda it: it.__exit__(None, None, None),
     "__copy__": lambda it: importlib.import_module("copy").copy(it),

@@ -99,7 +99,7 @@ class WeightedRewarder:
                 await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
                 await faults.reach_call(f"reward:{source.name}")
-                return await source.answer(group, attempt)
+                return await source.answer(group)
             except (RewardError, UserError, RoleError, RoleDied):
                 raise
             except TimedOut as error:

@@ -77,8 +77,8 @@ def _reference(answer: Any) -> str:
 
 
 def _last_number(text: str) -> Decimal | None:
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
 
 
 @functools.lru_cache(maxsize=64)

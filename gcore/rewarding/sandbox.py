@@ -32,12 +32,12 @@ from typing import Any, cast
 
 from gcore.rewarding.memory import has_killed, memory_of, new_group, remove_group
 from gcore.rewarding.processes import has_exited, kill_group
+from gcore.rewarding.sandboxed import STARTED
 
 OUTPUT_BYTES = 1 << 20  # a program that writes more has failed
-FILE_BYTES, TMP_BYTES, PROCESSES, OPEN_FILES = 16 << 20, 64 << 20, 16, 64
+TMP_BYTES = 64 << 20
 READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-STARTED = b"started\n"  # the first output: the sandbox works, and what follows is the program's
 BOOT = """
 import marshal, sys, types
 with open(int(sys.argv[1]), "rb") as file:
@@ -152,17 +152,12 @@ def _started(script: Script, limits: SandboxLimits) -> Iterator[_Box]:
     unconfined = limits.sandbox == "rlimits"
     # If we are root, each run gets another unprivileged user: the limit on processes is per user.
     uid = 20_000 + (os.getpid() + next(_runs)) % 40_000 if os.geteuid() == 0 and not unconfined else 0
-    numbers = {
-        "uid": uid,
-        "dies_with_parent": unconfined,
-        "cpu_s": limits.cpu_s,
-        "memory": limits.memory_bytes,
-        "size": FILE_BYTES,
-        "processes": PROCESSES,
-        "files": OPEN_FILES,
-    }
     sockets = [] if script.socket is None else [script.socket.fileno()]
-    task = {**script.task, "limits": numbers, "started": STARTED, "socket": sockets[0] if sockets else None}
+    task = {
+        **script.task,
+        "limits": (uid, unconfined, limits.cpu_s, limits.memory_bytes),
+        "socket": sockets[0] if sockets else None,
+    }
     with contextlib.ExitStack() as stack:
         blob, stdin = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         blob.write(marshal.dumps((_modules(script.socket is not None), task)))
@@ -238,7 +233,7 @@ _runs = itertools.count()
 @functools.cache
 def _modules(with_tests: bool) -> list[tuple[str, Any]]:
     """The code that a sandbox needs, in the order of its imports."""
-    files = ["sandboxed.py", *(["peer.py", "remote_tests.py"] if with_tests else [])]
+    files = ["sandboxed.py", *(["remote_tests.py"] if with_tests else [])]
     modules: list[tuple[str, Any]] = [(name, compile("", name, "exec")) for name in ("gcore", "gcore.rewarding")]
     for file in files:
         path = Path(__file__).with_name(file)

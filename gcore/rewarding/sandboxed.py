@@ -11,13 +11,16 @@ import resource
 import sys
 import types
 
+STARTED = b"started\n"  # the first output: the sandbox works, and what follows is the program's
+PASSED = b"."  # the output of tests: one per test that passes
+FILE_BYTES, PROCESSES, OPEN_FILES = 16 << 20, 16, 64
 TYPE_CHECKING = False  # modules that only annotations use: a sandbox starts in half the time without them
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
 
-def limit(uid: int, dies_with_parent: bool, cpu_s: int, memory: int, size: int, processes: int, files: int) -> None:
+def limit(uid: int, dies_with_parent: bool, cpu_s: int, memory: int) -> None:
     if uid:
         os.setgroups([])
         os.setgid(uid)
@@ -29,17 +32,17 @@ def limit(uid: int, dies_with_parent: bool, cpu_s: int, memory: int, size: int, 
     for what, most in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, size),
-        (resource.RLIMIT_NPROC, processes),
-        (resource.RLIMIT_NOFILE, files),
+        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_NPROC, PROCESSES),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (most, most))
 
 
 def main(task: Mapping[str, Any]) -> None:
-    limit(**task["limits"])
-    os.write(1, task["started"])
+    limit(*task["limits"])
+    os.write(1, STARTED)
     null = os.open("/dev/null", os.O_WRONLY)
     os.dup2(null, 2)
     if task["socket"] is None:
@@ -50,7 +53,7 @@ def main(task: Mapping[str, Any]) -> None:
     from gcore.rewarding.remote_tests import run_tests, serve_program
 
     if task["is_tests"]:
-        run_tests(task["source"], task["socket"], report, task["passed"])
+        run_tests(task["source"], task["socket"], report)
     else:
         os.close(report)
         serve_program(task["source"], task["socket"])

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from gcore.config.rewards import ScalarReward
 from gcore.content.answers import render, tokens_of
 from gcore.observe.trace import Tracer
 from gcore.protocols import ScorerStats
-from gcore.rewarding.source import Answer, BadAnswer, number
+from gcore.rewarding.source import Answer, BadAnswer, Source, number
 from gcore.types import Ints, Message, RewardError, Rollout, UserError
 
 if TYPE_CHECKING:
@@ -52,42 +51,38 @@ class ScalarModel:
         self, model: PreTrainedModel, *, max_tokens_per_batch: int, threads: int = 1, tracer: Tracer | None = None
     ) -> None:
         from gcore.models.networks import longest_text
+        from gcore.threads import use_threads
 
-        self._model, self._threads, self._tracer = model, threads, tracer or Tracer(None, "scorer")
+        self._model, self._tracer = model, tracer or Tracer(None, "scorer")
         self._max_tokens = max_tokens_per_batch
         self._longest = longest_text(model)
         embeddings: Any = model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
-        self._waiting: list[_Job] = []
+        self._waiting: deque[_Job] = deque()
         self._wave: dict[_Job, None] = {}  # the jobs being scored, in order of arrival, without an answer yet
-        self._wake = threading.Condition()
         self._closed = False
-        self._failure: BaseException | None = None
         self._scored, self._busy_s = 0, 0.0
-        self._thread = threading.Thread(target=self._run, name="scalar-model", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "scalar-model", use_threads, (threads,))
 
     async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
         """One number per text, in the same order."""
         for tokens in texts_tokens:
             self._check(tokens)
+        if self._closed:
+            raise RuntimeError("the scorer has stopped")
         jobs = [_Job(np.asarray(tokens, np.int32)) for tokens in texts_tokens]
-        with self._wake:
-            if self._closed:
-                raise RuntimeError("the scorer has stopped") from self._failure
-            self._waiting.extend(jobs)
-            self._wake.notify()
+        self._waiting.extend(jobs)
+        self._thread.submit(self._score_waiting)
         return list(await asyncio.gather(*(asyncio.wrap_future(job.score) for job in jobs)))
 
     async def stats(self) -> ScorerStats:
         return ScorerStats(self._scored, self._busy_s, running=len(self._wave), waiting=len(self._waiting))
 
     def close(self) -> None:
-        """Stops the thread. Calls still in the queue fail."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        self._thread.join(timeout=10)
+        """Waits for the batch that is being scored. All other calls fail."""
+        self._closed = True
+        self._thread.shutdown()
+        self._fail(RuntimeError("the scorer was closed"))
 
     def _check(self, tokens: Ints) -> None:
         """Raises RewardError, since a retry would not help. An index out of range would make the GPU unusable for all
@@ -105,55 +100,47 @@ class ScalarModel:
 
     # ---- the scoring thread ---------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _score_waiting(self) -> None:
+        """Each call asks for this; one wave scores the texts of all calls that have come. It is finished before the
+        next one begins, so that no text waits forever behind longer ones."""
         import torch
 
-        from gcore.threads import use_threads
-
-        use_threads(self._threads)
-        reason = "was closed"
+        while self._waiting and not self._closed:
+            job = self._waiting.popleft()
+            if not job.score.done():  # done: cancelled
+                self._wave[job] = None
+        if not self._wave:  # an earlier wave has scored them
+            return
         try:
-            with torch.inference_mode():
-                while self._take():
-                    with self._tracer.span("score", texts=len(self._wave)):
-                        self._score_wave()
-                    self._tracer.flush()
-        except BaseException as error:
-            self._failure, reason = error, f"failed: {type(error).__name__}: {error}"
-        with self._wake:
-            self._closed = True
-            left, self._wave, self._waiting = [*self._wave, *self._waiting], {}, []
-        _deliver(left, RuntimeError(f"the scorer {reason}"))
+            with torch.inference_mode(), self._tracer.span("score", texts=len(self._wave)):
+                for width, batch in self._batches():
+                    if self._closed:
+                        return
+                    self._score_batch(width, batch)
+            self._tracer.flush()
+        except BaseException as error:  # the calls would wait forever
+            self._fail(RuntimeError(f"the scorer failed: {type(error).__name__}: {error}"))
 
-    def _take(self) -> bool:
-        """Moves all queued jobs into the wave. Returns False when the model is closed.
+    def _score_batch(self, width: int, batch: list[list[_Job]]) -> None:
+        started = time.perf_counter()
+        jobs = [job for same_text in batch for job in same_text]
+        answers: list[float] | Exception
+        try:
+            scores = self._forward([same_text[0].tokens for same_text in batch], width)
+            answers = [score for score, same_text in zip(scores, batch, strict=True) for _ in same_text]
+            self._scored += len(jobs)
+        except Exception as error:  # for example out of memory: only this batch fails, the next may fit
+            answers = RuntimeError(f"scoring failed: {type(error).__name__}: {error}")
+        self._busy_s += time.perf_counter() - started  # per batch: stats() is called during a wave
+        for job in jobs:
+            del self._wave[job]
+        _deliver(jobs, answers)
 
-        A wave is finished before the next is taken, so that no text waits forever behind longer ones."""
-        with self._wake:
-            while not (self._closed or self._waiting):
-                self._wake.wait()
-            if not self._closed:
-                self._wave = {job: None for job in self._waiting if not job.score.done()}  # done: cancelled
-                self._waiting = []
-            return not self._closed
-
-    def _score_wave(self) -> None:
-        for width, batch in self._batches():
-            if self._closed:
-                return
-            started = time.perf_counter()
-            jobs = [job for same_text in batch for job in same_text]
-            answers: list[float] | Exception
-            try:
-                scores = self._forward([same_text[0].tokens for same_text in batch], width)
-                answers = [score for score, same_text in zip(scores, batch, strict=True) for _ in same_text]
-                self._scored += len(jobs)
-            except Exception as error:  # for example out of memory: only this batch fails, the next may fit
-                answers = RuntimeError(f"scoring failed: {type(error).__name__}: {error}")
-            self._busy_s += time.perf_counter() - started  # per batch: stats() is called during a wave
-            for job in jobs:
-                del self._wave[job]
-            _deliver(jobs, answers)
+    def _fail(self, error: RuntimeError) -> None:
+        left = [*self._wave, *self._waiting]
+        self._wave.clear()
+        self._waiting.clear()
+        _deliver(left, error)
 
     def _batches(self) -> list[tuple[int, list[list[_Job]]]]:
         """(width, texts), the widest first, so that a batch that does not fit in memory fails early. Each text is a
@@ -193,12 +180,11 @@ def _deliver(jobs: Sequence[_Job], answers: Sequence[float] | Exception) -> None
                 job.score.set_result(answers[i])
 
 
-class ScalarSource:
-    """Implements source.Source. `score` calls a replica of the ScalarModel; `tokenizer` is that model's."""
+class ScalarSource(Source):
+    """`score` calls a replica of the ScalarModel; `tokenizer` is that model's."""
 
     def __init__(self, spec: ScalarReward, tokenizer: Any, score: Score, attempts: int) -> None:
-        self.name, self.weight, self.attempts = spec.name, spec.weight, attempts
-        self.counts: Counter[str] = Counter()
+        super().__init__(spec.name, spec.weight, attempts)
         self._tokenizer, self._score = tokenizer, score
         self._max_length = None if spec.max_length == "auto" else spec.max_length  # None: the model's own limit
 
@@ -214,14 +200,11 @@ class ScalarSource:
                 "(set its model.chat_template)"
             )
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
         scores = await self._score(self._tokens(group))
         if len(scores) != len(group):
             raise BadAnswer(f"returned {len(scores)} scores; expected {len(group)}, one per text")
         return Answer([number(score, scores) for score in scores])
-
-    def close(self) -> None:
-        pass
 
     def _tokens(self, group: Sequence[Rollout]) -> list[Ints]:
         where = f"reward {self.name!r}, prompt {group[0].prompt.id}"

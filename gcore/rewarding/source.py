@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gcore.types import Floats, Rollout
 
@@ -38,23 +38,21 @@ class Answer:
     steps: list[Floats] = field(default_factory=list)  # of a teacher: rewards of the steps
 
 
-class Source(Protocol):
+class Source:
     """`answer` raises RewardError if a retry would not help. Other errors are retried, up to `attempts` in total."""
 
-    name: str
-    weight: float
-    attempts: int
-    counts: Counter[str]  # events since the counters were last read: "timeouts", "unparsed", ...
+    def __init__(self, name: str, weight: float, attempts: int = 1) -> None:
+        self.name, self.weight, self.attempts = name, weight, attempts
+        self.counts: Counter[str] = Counter()  # events since the counters were last read: "timeouts", "unparsed", ...
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
-        """`attempt` counts from 0: a source that samples must use other noise in each attempt."""
-        ...
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
+        raise NotImplementedError
 
     def check(self, columns: Collection[str]) -> None:
         """Before the run: raises UserError if a prompt with these columns lacks a column that the source needs."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends what the source has started."""
 
 
 def number(value: Any, answer: Any) -> float | None:

@@ -9,34 +9,23 @@ to a token, so it is added to the advantages of the steps and not to the reward 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from gcore.rewarding.source import Answer
+from gcore.rewarding.source import Answer, Source
 from gcore.types import Completion, Request, Rollout, SamplingParams, UserError
 
 Ask = Callable[[Sequence[Request], int], Awaitable[list[Completion]]]  # requests, number of the prompt
 
 
-class TeacherSource:
-    """Implements source.Source."""
-
-    attempts = 1  # the pool repeats requests of a replica that dies
-
+class TeacherSource(Source):
     def __init__(self, name: str, weight: float, ask: Ask) -> None:
-        self.name, self.weight, self._ask = name, weight, ask
-        self.counts: Counter[str] = Counter()
+        super().__init__(name, weight)  # one attempt: the pool repeats requests of a replica that dies
+        self._ask = ask
 
-    def check(self, columns: Collection[str]) -> None:
-        """Needs no column."""
-
-    def close(self) -> None:
-        """Has nothing to close."""
-
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
         requests = [Request(r.content, SamplingParams(0, temperature=r.temperature), noise_key=0) for r in group]
         scored = await self._ask(requests, group[0].prompt.id)
         steps, extras = [], []

@@ -1,10 +1,10 @@
-"""The main program of a reward worker: a child process that calls users' functions. Its parent can kill it.
+"""Calls a user's reward function and reads its answer. The main program of a worker, which its parent can kill.
 
     socket ──reader thread──> sync functions:  a queue ──> main thread, one call at a time (signal.alarm works there)
                               async functions: the event loop of the main thread, many calls at once
     end of the socket: the parent is gone. The reader kills this process and all processes that it started.
 
-A frame is a length and a pickle. The parent sends one setup frame, then calls; answers contain the calls' numbers.
+A frame is a length and a pickle. The parent sends one setup frame, then calls; replies contain the calls' numbers.
 This module imports neither torch nor ray; users' functions may.
 """
 
@@ -21,17 +21,103 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from gcore.content.media import ArrayRef
 from gcore.observe.logs import print_without_errors
-from gcore.rewarding.functions import Adapter, Instance, load_reward
-from gcore.rewarding.source import BadAnswer, short
+from gcore.rewarding.signatures import Instance, LoadedReward, load_reward
+from gcore.rewarding.source import Answer, BadAnswer, is_finite, number, scalar, short
 from gcore.types import RewardError, UserError
 
 HEADER = struct.Struct(">Q")
 READY, ANSWER, BAD, REFUSED = "ready", "answer", "bad", "refused"  # kinds of replies: (number, kind, value, traceback)
 CALL, CANCEL = "call", "cancel"  # kinds of requests: (CALL, number, function, siblings, arguments), (CANCEL, number)
+
+
+# ---- a call, and what it returned -----------------------------------------------------------------------------------
+
+
+def call_all(loaded: LoadedReward, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What the function returns in each call, which may be awaitable."""
+    return [
+        loaded.function(**{name: _as_argument(loaded, name, value) for name, value in call.items()}) for call in calls
+    ]
+
+
+def _as_argument(loaded: LoadedReward, name: str, value: Any) -> Any:
+    """Token ids become lists only here: arrays are faster to send to another process. Pictures are read here."""
+    if loaded.style == "trl" and name == "completion_ids":
+        return [ids.tolist() for ids in value]
+    if isinstance(value, list) and any(isinstance(item, ArrayRef) for item in value):
+        return [np.array(item.read()) if isinstance(item, ArrayRef) else item for item in value]
+    return value
+
+
+async def await_all(answers: Sequence[Any]) -> list[Any]:
+    """All awaitable answers at once."""
+
+    async def awaited(answer: Any) -> Any:
+        try:
+            return await answer if inspect.isawaitable(answer) else answer
+        except SystemExit as error:  # asyncio would end the event loop with it
+            raise BadAnswer(f"raised {short(error)}") from error
+
+    return list(await asyncio.gather(*map(awaited, answers)))
+
+
+def read_answers(loaded: LoadedReward, answers: Sequence[Any], siblings: int) -> Answer:
+    """The results of the calls as rewards. Raises BadAnswer."""
+    return _read_verl(answers) if loaded.style == "verl" else read_batch(answers[0], siblings)
+
+
+def _read_verl(answers: Sequence[Any]) -> Answer:
+    values, extras = [], []
+    for answer in answers:
+        score, others = answer, {}
+        if isinstance(answer, Mapping):
+            if "score" not in answer:
+                raise BadAnswer(f"returned {short(answer)}; expected a number or a dict with 'score'")
+            score, others = answer["score"], {name: scalar(v) for name, v in answer.items() if name != "score"}
+        extras.append({name: float(value) for name, value in others.items() if is_finite(value)})
+        values.append(number(score, answer))
+    return Answer(values, extras)
+
+
+def read_batch(answer: Any, num: int) -> Answer:
+    """A list of rewards, or OpenRLHF's dict: `rewards`, and other lists of numbers next to it or in `extra_logs`."""
+    extras: list[dict[str, float]] = [{} for _ in range(num)]
+    rewards = answer
+    if isinstance(answer, Mapping):
+        if "rewards" not in answer:
+            raise BadAnswer(f"returned {short(answer)}; expected a list, or a dict with 'rewards'")
+        rewards = answer["rewards"]
+        logs = answer.get("extra_logs")
+        others = {k: v for k, v in answer.items() if k not in ("rewards", "extra_logs")}
+        for name, column in {**others, **(logs if isinstance(logs, Mapping) else {})}.items():
+            values = _as_list(column)
+            if values is not None and len(values) == num:
+                for extra, value in zip(extras, map(scalar, values), strict=True):
+                    if is_finite(value):
+                        extra[name] = float(value)
+    listed = _as_list(rewards)
+    if listed is None:
+        raise BadAnswer(f"returned {short(answer)}; expected a list of {num} numbers")
+    if len(listed) != num:
+        raise BadAnswer(f"returned {len(listed)} rewards for {num} completions: {short(answer)}")
+    return Answer([number(value, answer) for value in listed], extras)
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    """Lists, tuples, arrays and tensors as a list; None for anything else (a string, a number, a generator)."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return list(value) if isinstance(value, list | tuple) else None
+
+
+# ---- the main program of a worker -----------------------------------------------------------------------------------
 
 
 def frame(value: Any) -> bytes:
@@ -52,10 +138,14 @@ class Connection:
         (size,) = HEADER.unpack(self._read(HEADER.size))
         return pickle.loads(self._read(size))
 
-    def send(self, value: Any) -> None:
-        if os.getpid() != self.pid:  # a function forked and the child returned here too: only the parent answers
+    def reply(self, number: int, kind: str, value: Any, trace: str = "") -> None:
+        if os.getpid() != self.pid:  # a function forked and the child returned here too: only the parent replies
             os._exit(0)
-        self.socket.sendall(frame(value))
+        try:
+            data = frame((number, kind, value, trace))
+        except Exception as error:  # extras under names that do not pickle
+            data = frame((number, *_failure(error)))
+        self.socket.sendall(data)
 
     def _read(self, size: int) -> bytes:
         data = self.stream.read(size)
@@ -66,24 +156,23 @@ class Connection:
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
-    path, environment, functions, is_async = connection.receive()
+    path, environment, origins, is_async = connection.receive()
     sys.path[:] = path
     os.environ.pop("PYTHONPATH", None)  # it was set only to find this module
     os.environ.update(environment)
     print_without_errors()
-    serve = _Async(connection) if is_async else _Sync(connection)
-    threading.Thread(target=_watch, args=(connection, serve.deliver), daemon=True).start()
+    calls = _AsyncCalls(connection) if is_async else _SyncCalls(connection)
+    threading.Thread(target=_watch, args=(connection, calls.deliver), daemon=True).start()
     try:
-        adapters = {index: load_reward(*what) for index, what in functions.items()}
-        for adapter in adapters.values():
-            if isinstance(adapter.function, Instance):
-                adapter.function.make()  # counts in the start timeout, not in the first call's timeout
+        functions = {key: load_reward(*origin) for key, origin in origins.items()}
+        for loaded in functions.values():
+            if isinstance(loaded.function, Instance):
+                loaded.function.make()  # counts in the start timeout, not in the first call's timeout
     except BaseException as error:
-        message = str(error) if isinstance(error, UserError) else _failure(error)[1]
-        connection.send((0, BAD, message, ""))
+        connection.reply(0, BAD, str(error) if isinstance(error, UserError) else _failure(error)[1])
         return
-    connection.send((0, READY, None, ""))
-    serve.forever(adapters)
+    connection.reply(0, READY, None)
+    calls.serve(functions)
 
 
 def _watch(connection: Connection, deliver: Callable[[Any], None]) -> None:
@@ -96,41 +185,38 @@ def _watch(connection: Connection, deliver: Callable[[Any], None]) -> None:
         os._exit(1)
 
 
-class _Sync:
+class _SyncCalls:
     def __init__(self, connection: Connection):
         self.connection = connection
         self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.deliver = self.requests.put
 
-    def forever(self, adapters: Mapping[int, Adapter]) -> None:
+    def serve(self, functions: Mapping[str, LoadedReward]) -> None:
         while True:
             _, number, function, siblings, arguments = self.requests.get()
-            _reply(self.connection, number, self._run(adapters[function], siblings, arguments))
+            try:
+                answers = call_all(functions[function], pickle.loads(arguments))
+                if any(map(inspect.isawaitable, answers)):
+                    answers = asyncio.run(await_all(answers))
+                reply = ANSWER, read_answers(functions[function], answers, siblings), ""
+            except BaseException as error:  # includes SystemExit: sys.exit() in a function is a failed call
+                reply = _failure(error)
+            self.connection.reply(number, *reply)
             signal.alarm(0)  # an alarm left by a function would fire in the next call
 
-    def _run(self, adapter: Adapter, siblings: int, arguments: bytes) -> tuple[str, Any, str]:
-        try:
-            answers = [adapter.invoke(call) for call in pickle.loads(arguments)]
-            if any(inspect.isawaitable(answer) for answer in answers):
-                answers = asyncio.run(_await_all(answers))
-            answer = adapter.read(answers, siblings)
-            return ANSWER, (answer.values, answer.extras), ""
-        except BaseException as error:  # includes SystemExit: sys.exit() in a function is a failed call
-            return _failure(error)
 
-
-class _Async:
+class _AsyncCalls:
     def __init__(self, connection: Connection):
         self.connection = connection
         self.loop = asyncio.new_event_loop()
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.adapters: Mapping[int, Adapter] = {}
+        self.functions: Mapping[str, LoadedReward] = {}
 
     def deliver(self, request: Any) -> None:
         self.loop.call_soon_threadsafe(self._take, request)
 
-    def forever(self, adapters: Mapping[int, Adapter]) -> None:
-        self.adapters = adapters
+    def serve(self, functions: Mapping[str, LoadedReward]) -> None:
+        self.functions = functions
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
@@ -141,49 +227,30 @@ class _Async:
             case (str(kind), int(number)) if kind == CANCEL and number in self.tasks:
                 self.tasks[number].cancel()
 
-    async def _run(self, number: int, function: int, siblings: int, arguments: bytes) -> None:
-        adapter = self.adapters[function]
+    async def _run(self, number: int, function: str, siblings: int, arguments: bytes) -> None:
+        loaded = self.functions[function]
         try:
-            answers = await _await_all([adapter.invoke(call) for call in pickle.loads(arguments)])
-            answer = adapter.read(answers, siblings)
-            reply = ANSWER, (answer.values, answer.extras), ""
-        except BaseException as error:  # a cancelled call answers too: the parent waits for its end
+            answers = await await_all(call_all(loaded, pickle.loads(arguments)))
+            reply = ANSWER, read_answers(loaded, answers, siblings), ""
+        except BaseException as error:  # a cancelled call replies too: the parent waits for its end
             reply = _failure(error)
         del self.tasks[number]
-        _reply(self.connection, number, reply)
-
-
-async def _await_all(answers: list[Any]) -> list[Any]:
-    async def same(value: Any) -> Any:
-        return value
-
-    return list(await asyncio.gather(*(a if inspect.isawaitable(a) else same(a) for a in answers)))
-
-
-def _reply(connection: Connection, number: int, reply: tuple[str, Any, str]) -> None:
-    try:
-        connection.send((number, *reply))
-    except OSError:
-        raise
-    except Exception as error:  # extras under names that do not pickle
-        connection.send((number, *_failure(error)))
+        self.connection.reply(number, *reply)
 
 
 def _failure(error: BaseException) -> tuple[str, Any, str]:
     """The error as text: an exception may not pickle, and its class may not exist in the parent."""
     if isinstance(error, RewardError):
         return REFUSED, str(error), ""
-    if isinstance(error, BadAnswer):
-        return BAD, str(error), ""
     try:
-        text = short(error)
+        text = str(error) if isinstance(error, BadAnswer) else f"raised {short(error)}"
     except BaseException:  # a user's __repr__ may raise
-        text = type(error).__name__
+        text = f"raised {type(error).__name__}"
     try:
         trace = "".join(traceback.format_exception(error))[-4000:]
     except BaseException:
         trace = ""
-    return BAD, f"raised {text}", trace
+    return BAD, text, trace
 
 
 if __name__ == "__main__":

@@ -23,26 +23,21 @@ import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gcore.config.rewards import Rewards
 from gcore.observe.logs import Log
 from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.processes import exit_reason, has_exited, kill_all, kill_group, shutdown_on_exit
-from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut
+from gcore.rewarding.source import Answer, BadAnswer, TimedOut
 from gcore.rewarding.worker import ANSWER, CALL, CANCEL, HEADER, READY, REFUSED, frame
-from gcore.types import RewardError, UserError
+from gcore.types import RewardError
 
 ASYNC_CALLS = 64  # concurrent calls of async functions per worker
 START_S = 300.0  # timeout for the import of the functions, which may load a model
 GRACE_S = 5.0  # time for a cancelled async call to end before its worker is killed
 Reply = tuple[str, Any, str]  # of a worker: kind, value, traceback
 PACKAGE_ROOT = str(Path(__file__).parents[2])
-
-
-def sources_of(rewards: Rewards, num_workers: int, log: Path | None = None) -> list[Source]:
-    """One source per entry of rewards.functions; they share the workers. Bad paths raise UserError here."""
-    return list(WorkerPool(rewards, num_workers, log).sources)
 
 
 @dataclass(eq=False, slots=True)
@@ -60,47 +55,41 @@ class _Call:
         if not self.future.done():
             self.future.set_exception(error)
 
+    def disarm(self) -> None:
+        if self.deadline:
+            self.deadline.cancel()
+
 
 class WorkerPool:
-    """Up to `num_workers` processes for sync functions, and as many, with `ASYNC_CALLS` calls each, for async ones."""
+    """Up to `num_workers` processes for sync functions, and as many, with `ASYNC_CALLS` calls each, for async ones.
+
+    `sources`: one per entry of rewards.functions; they share the workers. Bad paths raise UserError here.
+    """
 
     def __init__(self, rewards: Rewards, num_workers: int, log: Path | None = None):
         """`log`: the file for the workers' output; None: the stderr of this process."""
         self._log_path = log
         self._log: Log | None = None
         self.sources = [
-            FunctionSource(
-                spec, rewards.attempts, f"rewards.functions.{i}", self, i, spec.timeout_s or rewards.timeout_s
-            )
+            FunctionSource(spec, rewards.attempts, f"rewards.functions.{i}", self, spec.timeout_s or rewards.timeout_s)
             for i, spec in enumerate(rewards.functions)
         ]
         self.recycle_after = rewards.recycle_after
         self.closed = False
         self.place = os.getcwd(), list(sys.path)  # workers import the functions from the same places
         self.processes: set[subprocess.Popen[bytes]] = set()
-        kinds = [(is_async, [s for s in self.sources if s.adapter.is_async == is_async]) for is_async in (False, True)]
-        self._dispatchers = {
-            is_async: _Dispatcher(self, sources, is_async, num_workers) for is_async, sources in kinds if sources
-        }
+        self._dispatchers = {is_async: _Dispatcher(self, is_async, num_workers) for is_async in (False, True)}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         # kills the workers at interpreter exit at the latest; a forked copy of this process is not the owner
         weakref.finalize(self, kill_all, self.processes, os.getpid())
-
-    async def start(self) -> None:
-        """Starts the workers before the first calls. Raises UserError if a worker cannot import the functions."""
-        self._attach()
-        workers = [worker for dispatcher in self._dispatchers.values() for worker in dispatcher.fill()]
-        await asyncio.gather(*(worker.started.wait() for worker in workers))
-        if failed := [worker.failure or worker.died for worker in workers if not worker.ready]:
-            raise UserError(f"rewards.functions: a worker did not start: {failed[0]}")
 
     async def call(self, source: FunctionSource, calls: list[dict[str, Any]], siblings: int) -> Answer:
         self._attach()
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         arguments = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
         call = _Call(next(self._numbers), source, siblings, arguments, future)
-        dispatcher = self._dispatchers[source.adapter.is_async]
+        dispatcher = self._dispatchers[source.loaded.is_async]
         dispatcher.queue.append(call)
         dispatcher.dispatch()
         try:
@@ -110,7 +99,8 @@ class WorkerPool:
                 call.worker.abandon(call)
             raise
         if kind == ANSWER:
-            return Answer(*value)
+            answer: Answer = value
+            return answer
         if kind == REFUSED:
             raise RewardError(value)
         error = BadAnswer(value)
@@ -158,8 +148,9 @@ class WorkerPool:
 class _Dispatcher:
     """The queue of calls of one kind of functions (sync or async), and their workers."""
 
-    def __init__(self, pool: WorkerPool, sources: list[FunctionSource], is_async: bool, num_workers: int):
-        self.pool, self.sources, self.is_async, self.num_workers = pool, sources, is_async, num_workers
+    def __init__(self, pool: WorkerPool, is_async: bool, num_workers: int):
+        self.pool, self.is_async, self.num_workers = pool, is_async, num_workers
+        self.sources = [source for source in pool.sources if source.loaded.is_async == is_async]
         self.capacity = ASYNC_CALLS if is_async else 1
         self.queue: deque[_Call] = deque()
         self.workers: list[_Worker] = []
@@ -177,31 +168,24 @@ class _Dispatcher:
                 break
         if self.queue and not self.pool.closed:
             starting = sum(not worker.ready for worker in self.workers)
-            self._start(-(-len(self.queue) // self.capacity) - starting)
-
-    def fill(self) -> list[_Worker]:
-        """Starts all workers of sync functions; one for async functions, which share it."""
-        self._start(1 - len(self.workers) if self.is_async else self.num_workers)
-        return self.workers.copy()
-
-    def _start(self, num: int) -> None:
-        staying = sum(worker.stays for worker in self.workers)
-        self.workers += [_Worker(self) for _ in range(min(num, self.num_workers - staying))]
+            staying = sum(worker.stays for worker in self.workers)
+            num = min(-(-len(self.queue) // self.capacity) - starting, self.num_workers - staying)
+            self.workers += [_Worker(self) for _ in range(num)]
 
     def worker_ended(self, worker: _Worker) -> None:
         """Puts the calls of an ended worker back in the queue. A call that was alone on a crashed worker fails."""
         self.workers.remove(worker)
         calls = [call for call in worker.calls.values() if not call.future.done()]
-        if worker.ending is None:
+        if not worker.killed:
             next((call.source for call in calls), self.sources[0]).counts["worker_restarts"] += 1
         if not worker.ready:
             # If the functions do not import, no call can succeed. If the process died, the next worker may start.
             for call in [*self.queue] if worker.failure else [*self.queue][:1]:
                 call.fail(BadAnswer(f"its worker did not start: {worker.failure or worker.died}"))
-        elif worker.ending is None and len(calls) == 1:
+        elif not worker.killed and len(calls) == 1:
             calls.pop().fail(BadAnswer(f"its worker {worker.failure or worker.died}"))
         for call in reversed(calls):
-            call.alone = call.alone or worker.ending is None
+            call.alone = call.alone or not worker.killed
             call.worker = None
             self.queue.appendleft(call)
         self.dispatch()
@@ -213,12 +197,11 @@ class _Worker:
 
     dispatcher: _Dispatcher
     ready: bool = False
-    ending: Literal["abandoned", "recycled"] | None = None  # why we killed it; None also if it crashed
+    killed: bool = False  # by us
     ended: bool = False  # the child does not answer any more
     failure: str = ""  # why the worker could not import the functions
     died: str = ""  # how the process ended
     calls: dict[int, _Call] = field(default_factory=dict)
-    started: asyncio.Event = field(default_factory=asyncio.Event)  # also set if the start failed
     left: int = field(init=False)  # calls until it is replaced
     process: subprocess.Popen[bytes] | None = None
     socket: socket.socket | None = None
@@ -231,7 +214,7 @@ class _Worker:
 
     @property
     def stays(self) -> bool:
-        return self.left > 0 and self.ending is None and not self.ended
+        return self.left > 0 and not self.killed and not self.ended
 
     def takes(self, call: _Call) -> bool:
         alone = call.alone or any(other.alone for other in self.calls.values())
@@ -243,14 +226,14 @@ class _Worker:
         call.worker = self
         loop = asyncio.get_running_loop()
         call.deadline = loop.call_later(call.source.timeout_s, self._expire, call)
-        self._write((CALL, call.number, call.source.index, call.siblings, call.arguments))
+        self._write((CALL, call.number, call.source.key, call.siblings, call.arguments))
 
     def abandon(self, call: _Call) -> None:
         """Stops a call whose caller is gone. Sync: kills the worker. Async: cancels the call, and kills the worker
         only if the call does not end."""
         if call.number not in self.calls:
             return
-        self._disarm(call)
+        call.disarm()
         if self.dispatcher.is_async:
             self._write((CANCEL, call.number))
             asyncio.get_running_loop().call_later(GRACE_S, self._kill_for, call)
@@ -263,20 +246,20 @@ class _Worker:
         self.abandon(call)
 
     def _kill_for(self, call: _Call) -> None:
-        if call.number in self.calls and not self.ending:
+        if call.number in self.calls and not self.killed:
             call.source.counts["worker_restarts"] += 1
-            self._kill("abandoned")
+            self._kill()
 
-    def _kill(self, why: Literal["abandoned", "recycled"]) -> None:
+    def _kill(self) -> None:
         """Kills the process group. The task then reads the end of the socket and cleans up."""
         assert self.process and self.socket
-        self.ending = why
+        self.killed = True
         kill_group(self.process)
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def _write(self, value: Any) -> None:
-        if self.writer and not self.ending:
+        if self.writer and not self.killed:
             self.writer.write(frame(value))
 
     async def _live(self) -> None:
@@ -297,12 +280,11 @@ class _Worker:
             raise
         finally:
             for call in self.calls.values():
-                self._disarm(call)
+                call.disarm()
             if self.writer:
                 self.writer.close()
             elif self.socket:
                 self.socket.close()
-            self.started.set()
         self.dispatcher.worker_ended(self)
 
     async def _spawn(self) -> asyncio.StreamReader:
@@ -324,7 +306,7 @@ class _Worker:
             )
         pool.processes.add(self.process)
         reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
-        functions = {source.index: source.origin for source in self.dispatcher.sources}
+        functions = {source.key: source.origin for source in self.dispatcher.sources}
         self._write((path, {} if old is None else {"PYTHONPATH": old}, functions, self.dispatcher.is_async))
         return reader
 
@@ -340,31 +322,25 @@ class _Worker:
                 self.failure = message
                 return
             self.ready = True
-            self.started.set()
             self.dispatcher.dispatch()
             while True:
                 self._take(*await _receive(reader))
 
     def _take(self, number: int, kind: str, value: Any, trace: str) -> None:
         call = self.calls.pop(number)
-        self._disarm(call)
+        call.disarm()
         if not call.future.done():
             call.future.set_result((kind, value, trace))
         if not self.left and not self.calls:
-            self._kill("recycled")
+            self._kill()
         self.dispatcher.dispatch()
-
-    @staticmethod
-    def _disarm(call: _Call) -> None:
-        if call.deadline:
-            call.deadline.cancel()
 
     async def _end(self) -> None:
         """Waits until the process and all that it started are gone. Records how a crashed process ended."""
         process = self.process
         if process is None:
             return
-        until = time.monotonic() + (0 if self.ending or self.failure else 1)
+        until = time.monotonic() + (0 if self.killed or self.failure else 1)
         while not has_exited(process) and time.monotonic() < until:
             await asyncio.sleep(0.002)
         kill_group(process)  # before its id can be reused

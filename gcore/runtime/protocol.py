@@ -22,7 +22,6 @@ class Runtime(Protocol):
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> Sequence[Handle]:
         """Build `factory(*args[i], rendezvous)` as `KIND-i`, each in its own process."""
-        ...
 
     def processes(self) -> dict[str, int]:
         """Role -> process id, for messages and debuggers. Includes roles that are still being built."""
@@ -34,7 +33,6 @@ class Runtime(Protocol):
 
     async def watch(self) -> None:
         """Never returns; raises RoleDied as soon as a started role dies."""
-        ...
 
     async def revive(self, name: str) -> None:
         """Start a dead role again, with the same factory and arguments. Handles to it stay valid."""
@@ -62,7 +60,6 @@ class Runtime(Protocol):
 
     def stop(self) -> None:
         """End every process this runtime started."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from gcore.runtime.ray_cluster import (
     quiet_ray,
 )
 from gcore.runtime.ray_process import Process
+from gcore.task_group import task_group
 from gcore.types import UserError
 
 START_S = 300
@@ -89,6 +90,7 @@ class HostedRole:
     """A role and its process."""
 
     actor: Any
+    place: ProcessPlace
     pid: int | None = None  # None: not started yet
     is_built: bool = False
     death: Literal["", "by kill", "reported"] = ""  # by `kill` and not reported yet; reported and not revived yet
@@ -103,7 +105,7 @@ class RayRuntime:
         self,
         object_store_mb: int,
         bundles: Sequence[int] = (),
-        place_of: Callable[[str, int], ProcessPlace] | None = None,
+        place_of: Callable[[str, int], ProcessPlace] = lambda kind, rank: ProcessPlace(),
         logs: Path | None = None,
         bundle_nodes: Sequence[str] = (),
         files: bytes = b"",
@@ -151,31 +153,28 @@ class RayRuntime:
             join()
         self._files: Any = ray.put(files) if files else b""
         self._roles: dict[str, HostedRole] = {}
+        self._changed = asyncio.Event()  # a role was killed or revived
         self._daemons = Daemons(_descendants() if self._owns_cluster else ())
         self._tracked: dict[int, psutil.Process] = {}  # signals go through these: never to a later process with this id
         self._track_processes()
         self._reserved = Reservation(bundles, bundle_nodes) if bundles else None
 
     def prepare(self, kind: str, count: int, imports: Callable[[], None]) -> None:
-        for actor in self._create(kind, count):
-            actor.prepare.remote(imports)
+        for name in self._create(kind, count):
+            self._roles[name].actor.prepare.remote(imports)
 
-    def _create(self, kind: str, count: int) -> list[Any]:
-        """Start the processes of a group that are not started yet."""
+    def _create(self, kind: str, count: int) -> list[str]:
+        """Start the processes of a group that are not started yet. Returns the names of all."""
         import ray
 
-        folder = None if self._owns_cluster else os.getcwd()
-        names = [f"{kind}-{rank}" for rank in range(count)]
-        for name, place in zip(names, self._places(kind, count), strict=True):
+        folder, names = None if self._owns_cluster else os.getcwd(), [f"{kind}-{rank}" for rank in range(count)]
+        for rank, name in enumerate(names):
             if name not in self._roles:
-                log, hosts = self._log(name), ray.remote(Process).options(**self._options(kind, place))
-                self._roles[name] = HostedRole(
-                    hosts.remote(name, None if log is None else str(log), folder, self._files)
-                )
-        return [self._roles[name].actor for name in names]
-
-    def _places(self, kind: str, count: int) -> list[ProcessPlace]:
-        return [ProcessPlace() if self._place_of is None else self._place_of(kind, rank) for rank in range(count)]
+                place, log = self._place_of(kind, rank), self._log(name)
+                hosts = ray.remote(Process).options(**self._options(kind, place))
+                actor = hosts.remote(name, None if log is None else str(log), folder, self._files)
+                self._roles[name] = HostedRole(actor, place)
+        return names
 
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
@@ -185,25 +184,24 @@ class RayRuntime:
     async def _start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> list[RayHandle]:
-        names, places = [f"{kind}-{rank}" for rank in range(len(args))], self._places(kind, len(args))
-        actors = self._create(kind, len(args))
-        address = await self._started(names[0], actors[0].address.remote())
-        build_args, secret = [], secrets.token_bytes(32)
-        for rank, (arguments, place) in enumerate(zip(args, places, strict=True)):
-            visible = None if self._reserved is None else await self._reserved.visible_gpus(place.bundles)
-            build_args.append((factory, arguments, Rendezvous(rank, len(args), address, secret=secret), visible))
+        names, secret = self._create(kind, len(args)), secrets.token_bytes(32)
+        address = await self._started(names[0], self._roles[names[0]].actor.address.remote())
+        for rank, name in enumerate(names):
+            role, meeting = self._roles[name], Rendezvous(rank, len(args), address, secret=secret)
+            visible = None if self._reserved is None else await self._reserved.visible_gpus(role.place.bundles)
+            role.build_args = factory, args[rank], meeting, visible
 
-        async def build(name: str, arguments: tuple[Any, ...]) -> None:
+        async def build(name: str) -> None:
             """A process is in `processes()` as soon as it runs, and in `ready()` when its role is built."""
             role = self._roles[name]
             role.pid = await self._started(name, role.actor.pid.remote())
-            await self._called(name, role.actor.build.remote(*arguments))
-            role.is_built, role.build_args = True, arguments
+            await self._called(name, role.actor.build.remote(*role.build_args))
+            role.is_built = True
 
-        await asyncio.gather(*map(build, names, build_args))
+        await asyncio.gather(*map(build, names))
         self._roles |= {name: self._roles.pop(name) for name in names}  # in the order of building, not of `prepare`
         self._track_processes()
-        return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
+        return [RayHandle(name, self._roles[name].actor) for name in names]
 
     async def _started(self, name: str, ref: Any) -> Any:
         """The first answer of a process. Ray waits without a word for a free device, or for free memory."""
@@ -227,16 +225,11 @@ class RayRuntime:
 
     async def _unless_ray_fails(self, work: Coroutine[Any, Any, T]) -> T:
         """Ray's calls wait without end for a daemon that is stopped."""
-        tasks = working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._daemons.until_one_fails())
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                failing.result()
-            return working.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with task_group() as tasks:
+            failing = tasks.create_task(self._daemons.until_one_fails())
+            result = await work
+            failing.cancel()
+        return result
 
     def _options(self, kind: str, place: ProcessPlace) -> dict[str, Any]:
         """Options of an actor. Ray restarts a dead process on the same node, `revive` builds its role again."""
@@ -258,24 +251,24 @@ class RayRuntime:
         return {name for name, role in self._roles.items() if role.is_built}
 
     async def watch(self) -> None:
-        for name, role in self._roles.items():
-            if role.death == "by kill":  # Ray reports it when the next process is started, seconds later
-                role.death = "reported"
-                raise self._died(name)
-        up = [(name, role.actor) for name, role in self._roles.items() if not role.death]
-        gone = [asyncio.ensure_future(self._until_gone(name, actor)) for name, actor in up]
-        others = [asyncio.ensure_future(self._daemons.until_one_fails()), asyncio.ensure_future(self._watch_memory())]
-        try:
-            done, _ = await asyncio.wait([*gone, *others], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except RoleDied as error:  # the next `watch` reports other roles that died at the same moment
-            if error.role in self._roles:
-                self._roles[error.role].death = "reported"
-            raise
-        finally:
-            for task in [*gone, *others]:
-                task.cancel()
+        while True:  # again when a role was killed or revived
+            self._changed.clear()
+            for name, role in self._roles.items():
+                if role.death == "by kill":  # Ray reports it when the next process is started, seconds later
+                    role.death = "reported"
+                    raise self._died(name)
+            up = [self._until_gone(name, role.actor) for name, role in self._roles.items() if not role.death]
+            try:
+                async with task_group() as tasks:
+                    others = self._daemons.until_one_fails(), self._watch_memory()
+                    watching = [tasks.create_task(each) for each in (*up, *others)]
+                    await self._changed.wait()
+                    for task in watching:
+                        task.cancel()
+            except RoleDied as error:  # the next `watch` reports other roles that died at the same moment
+                if error.role in self._roles:
+                    self._roles[error.role].death = "reported"
+                raise
 
     async def revive(self, name: str) -> None:
         """Ray restarts the process by itself. Build the role in it again."""
@@ -290,6 +283,7 @@ class RayRuntime:
                 self._track_processes()
                 await translate(name, role.actor.build.remote(*role.build_args))
                 role.death = ""
+                self._changed.set()
                 return
             except RoleDied as error:  # not back yet
                 if error.detail == NODE_GONE or time.monotonic() > deadline:
@@ -307,6 +301,7 @@ class RayRuntime:
 
         role = self._roles[name]
         role.death = role.death or "by kill"
+        self._changed.set()
         if self._owns_cluster:  # by signal: a stopped process does not execute Ray's command
             self._track_processes()
             if role.pid is not None and (process := self._tracked.get(role.pid)) is not None:
@@ -344,7 +339,7 @@ class RayRuntime:
 
     def _died(self, name: str) -> RoleDied:
         """What is known about the death of a role."""
-        role, log, known = self._roles.get(name, HostedRole(None)), self._log(name), ""
+        role, log, known = self._roles.get(name, HostedRole(None, ProcessPlace())), self._log(name), ""
         if role.memory_mb is not None:
             free = psutil.virtual_memory().available / 2**20
             known = f"; it held {role.memory_mb:.0f} MB when last seen, {free:.0f} MB are free on this machine"

@@ -24,10 +24,11 @@ from gcore.config.placement import Placement
 from gcore.config.sampling import acceptance_rate
 from gcore.emulate.device import DeviceJob, observe
 from gcore.placement.grid import POLICY, Move, Split
-from gcore.placement.meters import GroupCounts, SpeedMeter
-from gcore.placement.monitor import LEAST_RATE, call_quantiles, quantiles
+from gcore.placement.meters import GroupCounts, SpeedMeter, call_quantiles, quantiles
+from gcore.placement.monitor import LEAST_RATE
 from gcore.placement.placer import POLL_SHARE
 from gcore.placement.rules import Costs, Load, Rule, View
+from gcore.placement.timeline import PlacementTimeline
 from gcore.protocols import EngineStats
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, RecentLengths
 from gcore.simulate.scenario import Draw, Scenario, StepWork
@@ -66,18 +67,15 @@ class Rollout:
     """The result of one simulated rollout phase."""
 
     state: State  # for the next step
-
-    seconds: float = 0.0
-    owned_s: dict[str, float] = field(default_factory=dict)  # slot-seconds owned by each role
-    busy_s: dict[str, float] = field(default_factory=dict)  # slot-seconds with a request of that role
-    switch_s: float = 0.0  # slot-seconds of moves
-    idle: float = 0.0  # share of all slot-seconds without a request, moves included
-    moves: list[tuple[float, Move]] = field(default_factory=list)
-    segments: list[tuple[int, str, float, float, float]] = field(default_factory=list)  # block, role, from, to, busy
-    split: Split = field(default_factory=lambda: Split(()))
+    timeline: PlacementTimeline
+    split: Split  # at the end
     lengths: list[int] = field(default_factory=list)  # of the responses that are trained on
     wasted_tokens: int = 0  # generated for groups that were dropped or aborted
     drawn: int = 0  # groups that were started, including those aborted in the step before
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
 
 
 def measured_costs(scenario: Scenario, step: int, state: State) -> Costs:
@@ -144,11 +142,9 @@ class Simulation:
         self.judges = [self.fleets[judge.name] for judge in scenario.judges]
         self.kept = self.dropped = self.running = self.judging = 0  # groups
         self._wanted = 0  # groups in progress per controller after the last fill
-        self.result = Rollout(state)
         self.split = split.check(self.grid)
         self.moving: set[int] = set()
-        self._since = [0.0] * self.grid.num_blocks  # since when the owner has the block
-        self._busy_then = [0.0] * self.grid.num_blocks  # busy seconds of its replicas at that time
+        self.result = Rollout(state, PlacementTimeline(self.grid, split, self._busy_of, work.step, 0.0), split)
         self._busy_before: dict[str, float] = dict.fromkeys(self.fleets, 0.0)
         self._last_move = -math.inf
         self._polls = 0
@@ -297,20 +293,20 @@ class Simulation:
         """Drain by migration, sleep, wake. No role owns the block until the end of the move."""
         now, source = self.clock.now, self.fleets[move.source]
         source.close(source.by_block[move.block])
-        self._close(move.block)
+        source.blocks.remove(move.block)
+        self.result.timeline.move_started(move, now)
+        self._busy_before[move.source] -= self._busy_of(move.source, move.block) * source.per_block
         self.moving.add(move.block)
         self._last_move = now
-        self.result.moves.append((now, move))
         self.split = self.split.after([move])
         for replica in source.by_block[move.block]:
             source.evict(replica, self.scenario.prompt_length)
-        seconds = self.costs.switch_s(move)
-        self._segment(move.block, "switch", now, now + seconds, 0.0)
-        self.clock.at(now + seconds, self._arrive, move)
+        self.clock.at(now + self.costs.switch_s(move), self._arrive, move)
 
     def _arrive(self, move: Move) -> None:
         self.moving.discard(move.block)
         self._open(move.block)
+        self.result.timeline.move_ended(move.block, self.clock.now)
         fleet = self.fleets[move.target]
         fleet.open(fleet.by_block[move.block])
         self.clock.at(
@@ -319,49 +315,30 @@ class Simulation:
 
     def _open(self, block: int) -> None:
         fleet, now = self.fleets[self.split[block]], self.clock.now
-        self._since[block], self._busy_then[block] = now, 0.0
         insort(fleet.blocks, block)
         for replica in fleet.by_block[block]:
             replica.at = max(replica.at, now)
-            self._busy_then[block] += replica.busy_s
-        self._busy_before[fleet.name] += self._busy_then[block]
+        self._busy_before[fleet.name] += self._busy_of(fleet.name, block) * fleet.per_block
 
-    def _close(self, block: int) -> None:
-        role, now = self.split[block], self.clock.now
-        fleet, busy = self.fleets[role], 0.0
-        fleet.blocks.remove(block)
+    def _busy_of(self, role: str, block: int) -> float:
+        fleet = self.fleets[role]
         for replica in fleet.by_block[block]:
             fleet.sync(replica)
-            busy += replica.busy_s
-        self._busy_before[role] -= busy
-        busy, owned = (busy - self._busy_then[block]) / fleet.per_block, now - self._since[block]
-        for table, seconds in ((self.result.owned_s, owned), (self.result.busy_s, busy)):
-            table[role] = table.get(role, 0.0) + seconds * self.grid.slots_per_block
-        self._segment(block, role, self._since[block], now, busy / owned if owned > 0 else 0.0)
-
-    def _segment(self, block: int, role: str, start: float, end: float, busy: float) -> None:
-        if end > start:
-            self.result.segments.append((block, role, start, end, busy))
+        return sum(replica.busy_s for replica in fleet.by_block[block]) / fleet.per_block
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def _finish(self) -> Rollout:
-        result, now = self.result, self.clock.now
-        for block in range(self.grid.num_blocks):
-            if block not in self.moving:
-                self._close(block)
-        result.segments = [(b, role, start, min(end, now), busy) for b, role, start, end, busy in result.segments]
-        switching = sum(end - start for _, role, start, end, _ in result.segments if role == "switch")
-        result.switch_s = self.grid.slots_per_block * switching
-        result.seconds, result.split = now, self.split
-        result.idle = 1 - sum(result.busy_s.values()) / (now * self.grid.slots)
+        result, now, timeline = self.result, self.clock.now, self.result.timeline
+        timeline.close(now)
+        result.split = self.split
         result.wasted_tokens += self.policy.wasted()
         lengths = {role: quantiles(fleet.ended_lengths) or fleet.lengths for role, fleet in self.fleets.items()}
         calls = call_quantiles(self.policy.ended_calls) or self.state.calls
         lengths[f"{POLICY}/longest"] = [max(call) for call in calls]
         cursors = tuple(controller.cursor() for controller in self.controllers)
         counts = self.counts().halved()
-        shares = {role: busy_s / (now * self.grid.slots) for role, busy_s in result.busy_s.items()}
+        shares = {role: busy_s / (now * self.grid.slots) for role, busy_s in timeline.busy_s.items()}
         result.state = State(cursors, lengths, self._rate_now(), now, shares, calls, counts, self.speeds)
         return result
 

@@ -174,7 +174,7 @@ def _steps(scenario: Scenario, name: str, rules: list[Rule], kept: set[int], rep
         work, costs = StepWork(scenario, step), measured_costs(scenario, step, state)
         view = expected_view(scenario, state)
         tried = [Simulation(work, rule.begin(view, costs, split, took_s), rule, state).run() for rule in rules]
-        rollout = min(tried, key=lambda r: r.seconds)
+        rollout = min(tried, key=lambda each: each.seconds)
         update_s = scenario.update(step, rollout.lengths)
         _record(run, step, at, rollout, update_s, work, step in kept)
         at += rollout.seconds + update_s
@@ -231,21 +231,18 @@ def first_state(scenario: Scenario) -> State:
 
 
 def _record(run: Run, step: int, at: float, rollout: Rollout, update_s: float, work: StepWork, in_full: bool) -> None:
-    grid = run.scenario.grid
-    lengths = rollout.lengths
+    timeline, slots, lengths = rollout.timeline, run.scenario.slots, rollout.lengths
     run.steps.append(
         {
             "step": step,
             "at_s": at,
-            "rollout_s": rollout.seconds,
+            "rollout_s": timeline.seconds,
             "update_s": update_s,
-            "idle": rollout.idle,
-            "switching": rollout.switch_s / (rollout.seconds * grid.slots),
-            "busy": {
-                role: rollout.busy_s.get(role, 0.0) / owned for role, owned in rollout.owned_s.items() if owned > 0
-            },
-            "split": {role: owned / rollout.seconds for role, owned in rollout.owned_s.items()},
-            "moves": len(rollout.moves),
+            "idle": timeline.idle,
+            "switching": timeline.switch_s / (timeline.seconds * slots),
+            "busy": {role: timeline.busy_s[role] / owned for role, owned in timeline.owned_s.items() if owned > 0},
+            "split": {role: owned / timeline.seconds for role, owned in timeline.owned_s.items()},
+            "moves": len(timeline.moves),
             "tokens": sum(lengths),
             "wasted_tokens": rollout.wasted_tokens,
             "length": sum(lengths) / max(1, len(lengths)),
@@ -255,21 +252,8 @@ def _record(run: Run, step: int, at: float, rollout: Rollout, update_s: float, w
     )
     if not in_full:
         return
-    for moment, move in rollout.moves:
-        run.moves.append(
-            {
-                "step": step,
-                "at_s": at + moment,
-                "slots": list(grid.slots_of(move.block)),
-                "from": move.source,
-                "to": move.target,
-                "reason": move.reason,
-            }
-        )
-    end = at + rollout.seconds
-    for block, role, start, stop, busy in rollout.segments:
-        for slot in grid.slots_of(block):
-            piece = {"step": step, "slot": slot, "role": role, "start": at + start, "end": min(at + stop, end)}
-            run.timeline.append(piece | ({} if role == "switch" else {"busy": busy}))
-    for slot in range(grid.slots):
+    run.moves += [{**move, "at_s": at + move["at_s"]} for move in timeline.moves]
+    run.timeline += [{**one, "start": at + one["start"], "end": at + one["end"]} for one in timeline.intervals]
+    end = at + timeline.seconds
+    for slot in range(slots):
         run.timeline.append({"step": step, "slot": slot, "role": "trainer", "start": end, "end": end + update_s})

@@ -9,10 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from gcore.observe.tables import console, table
 from gcore.observe.values import duration
 from gcore.placement.grid import Split, all_splits, neighbours, num_splits, shares
 from gcore.simulate.run import Run, rule_of, simulate, static_name, static_split
@@ -94,27 +91,15 @@ def best_static(scenario: Scenario, near: str | None = None, report: Report = la
     return tried[static_name(found, grid)]
 
 
-def show(scenario: Scenario, runs: Mapping[str, Run], console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
-    if not console.is_terminal:  # a pipe has no width
-        console = Console(file=console.file, width=118, highlight=False)
-    console.print(render(scenario, runs))
-
-
-def render(scenario: Scenario, runs: Mapping[str, Run]) -> Table:
+def show(scenario: Scenario, runs: Mapping[str, Run]) -> None:
     roles = " · ".join(f"{judge.name} {judge.model} x tp {judge.tensor_parallel}" for judge in scenario.judges)
     title = f"{scenario.name}: {scenario.slots} x {scenario.gpu} · policy {scenario.policy_model} · {roles}"
     steps = f"{scenario.steps} steps of {scenario.prompts} x {scenario.samples} responses"
-    table = Table(
-        title=f"{title}\n{steps}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    table.add_column("rule", no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
+    rules = table(f"{title}\n{steps}", ("rule", *COLUMNS), text=("rule",))
     base = runs.get("dynamic")
     for name, run in runs.items():
-        table.add_row(*row(name, run, base), style="bold" if run is base else None)
-    return table
+        rules.add_row(*row(name, run, base), style="bold" if run is base else None)
+    console().print(rules)
 
 
 def row(name: str, run: Run, base: Run | None) -> list[str]:

@@ -27,7 +27,7 @@ from gcore.weights.bucket import unpack_bucket
 
 
 class CriticRank(ComputeRank):
-    """Implements protocols.Critic. The critic is its only network."""
+    """Implements protocols.CriticTrainer. The critic is its only network."""
 
     def __init__(
         self, config: Config, make_backend: Callable[[], Backend], rank: int, threads: int, tracer: Tracer

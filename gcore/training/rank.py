@@ -427,11 +427,11 @@ class TrainerRank(ComputeRank):
     def _weight_plan(self) -> WeightPlan:
         parameters = self.backend.weights()
         exact = self._exact_publisher.plan(parameters).num_buckets
-        return dataclasses.replace(self._publisher.plan(parameters), exact_buckets=exact)
+        return dataclasses.replace(self._publisher.plan(parameters), critic_buckets=exact)
 
     def _weight_bucket(self, index: int, receivers: Receivers) -> Weights:
         parameters = self.backend.weights()
-        publisher = self._exact_publisher if receivers.exact else self._publisher
+        publisher = self._exact_publisher if receivers.are_critics else self._publisher
         bucket = publisher.bucket(parameters, index, receivers)
         if index == publisher.plan(parameters).num_buckets - 1:
             self.backend.free_memory(weights=True)

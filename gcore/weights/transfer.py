@@ -96,8 +96,8 @@ class WeightTransfer:
 async def copy_policy(trainers: Sequence[TrainerClient], critics: Sequence[CriticClient]) -> None:
     """A critic with ranks of its own becomes a copy of the policy, bucket by bucket. Called by controller 0."""
     plan = await trainers[0].weight_plan()
-    for index in range(plan.exact_buckets):
-        receivers = Receivers(tuple(critic.name for critic in critics), exact=True)
+    for index in range(plan.critic_buckets):
+        receivers = Receivers(tuple(critic.name for critic in critics), are_critics=True)
         refs = [trainer.weight_bucket(index, receivers) for trainer in trainers]
         await asyncio.gather(*(critic.load_policy(refs[0]) for critic in critics), *map(_result, refs[1:]))
 

@@ -63,33 +63,32 @@ class StageClock:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._inside: dict[str, int] = {}
-        self._since: dict[str, float] = {}
+        self._inside: Counter[str] = Counter()  # workflows in each stage
+        self._last = 0.0
 
     @contextlib.contextmanager
     def within(self, stage: str) -> Iterator[None]:
-        if not self._inside.get(stage):
-            self._since[stage] = time.perf_counter()
-        self._inside[stage] = self._inside.get(stage, 0) + 1
+        self._count()
+        self._inside[stage] += 1
         try:
             yield
         finally:
+            self._count()
             self._inside[stage] -= 1
-            if not self._inside[stage]:
-                self._add(stage, time.perf_counter())
 
     def take(self) -> dict[str, float]:
         """Seconds per stage since the last call."""
-        now = time.perf_counter()
-        for stage, inside in self._inside.items():
-            if inside:
-                self._add(stage, now)
-                self._since[stage] = now
+        self._count()
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    def _add(self, stage: str, now: float) -> None:
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._since[stage]
+    def _count(self) -> None:
+        """Adds the time since the last event to the stages that went on."""
+        now = time.perf_counter()
+        for stage, inside in self._inside.items():
+            if inside:
+                self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
+        self._last = now
 
 
 class SharedContext:
@@ -219,7 +218,7 @@ class SampleContext:
         `feedback` is text that is used as it is, or messages for the chat template. If the length limit leaves no step
         for the policy, the rollout is returned unchanged, with finish="length".
         """
-        return await self.next_turn(rollout, rollout.sibling, feedback, params)
+        return (await self.next_turns(rollout, [rollout.sibling], feedback, params))[0]
 
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
         """`n` continuations of the same rollout, as new siblings with their own noise."""
@@ -227,7 +226,7 @@ class SampleContext:
         first, more = self._branches[place], 1 if self._shared.evaluates else n
         self._branches[place] += more
         siblings = [noise_key("branch", *place, i) >> 16 for i in range(first, first + more)]
-        return await self._next_turn(rollout, siblings, None, params)
+        return await self.next_turns(rollout, siblings, None, params)
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         with self._shared.clock.within("rewarding"):
@@ -243,23 +242,24 @@ class SampleContext:
         with self._shared.clock.within("rewarding"):
             return await self._shared.rewarder.ask(judge, messages, ("ask", digest, draw), **params)
 
-    async def next_turn(
-        self, rollout: Rollout, sibling: int, feedback: str | Sequence[Message], params: Mapping[str, Any]
-    ) -> Rollout:
-        """As `proceed`; another `sibling` is another sample that starts with the same steps."""
-        added = self._shared.modality.between_turns(rollout.content, feedback)
-        return (await self._next_turn(rollout, [sibling], added, params))[0]
-
     def _issue(self, n: int) -> range:
         first, self._issued = self._issued, self._issued + n
         return range(first, self._issued)
 
-    async def _next_turn(
-        self, rollout: Rollout, siblings: Sequence[int], added: Content | None, params: Mapping[str, Any]
+    async def next_turns(
+        self,
+        rollout: Rollout,
+        siblings: Sequence[int],
+        feedback: str | Sequence[Message] | None,
+        params: Mapping[str, Any],
     ) -> list[Rollout]:
+        """One more turn for each sibling, all after the same steps and feedback. None: the same turn goes on."""
+        shared, modality = self._shared, self._shared.modality
+        added = None if feedback is None else modality.between_turns(rollout.content, feedback)
         num_steps = rollout.num_steps + (added.num_steps if added is not None else 0)
-        greedy, modality = self._shared.greedy, self._shared.modality
-        sampling = modality.next_params(params, greedy=greedy, temperature=rollout.temperature, num_steps=num_steps)
+        sampling = modality.next_params(
+            params, greedy=shared.greedy, temperature=rollout.temperature, num_steps=num_steps
+        )
         if sampling is None:
             return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]
         return await self._continue(rollout, siblings, added, sampling)

@@ -157,7 +157,7 @@ class Session:
             sibling = noise_key("fork", start.sibling, start.num_steps, number) >> 16
         node.taken.add(number)
         try:
-            rollout = await self._context.next_turn(start, sibling, feedback, params)
+            (rollout,) = await self._context.next_turns(start, [sibling], feedback, params)
             if rollout.num_steps == start.num_steps:
                 node.rollout = dataclasses.replace(start, finish="length")
                 raise BadRequest(

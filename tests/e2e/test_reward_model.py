@@ -83,7 +83,7 @@ def scores(folder: Path, *answers: str) -> list[float]:
     ]
     source = ScalarSource(spec, load_tokenizer(spec.model), model.score, attempts=1)
     source.check([])
-    found = asyncio.run(asyncio.wait_for(source.answer(group, 0), 30)).values
+    found = asyncio.run(asyncio.wait_for(source.answer(group), 30)).values
     model.close()
     assert None not in found
     return [value for value in found if value is not None]

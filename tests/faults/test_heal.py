@@ -14,6 +14,8 @@ from gcore.config import load_config
 from gcore.config.run import Run
 from gcore.driver import supervise
 from gcore.driver.heal import RestartBudget, RoleWatch, is_healable
+from gcore.driver.start import Processes
+from gcore.launch.build import Roles
 from gcore.observe.events import EventLog, read_events
 from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.types import UserError
@@ -240,9 +242,14 @@ def test_a_death_explains_the_collective_that_it_broke(monkeypatch, dies):
 
     controllers: Any = [SimpleNamespace(run=broken, status=works), SimpleNamespace(run=works, status=works)]
     others = [died()] if dies else []
-    parts: Any = SimpleNamespace(mode="plain"), "train", None, others, lambda statuses: None, None
+    parts: Any = processes_of(None), SimpleNamespace(mode="plain"), None, None, None
     with pytest.raises(RoleDied if dies else RoleError, match=r"controller-1 died" if dies else "controller-0"):
-        asyncio.run(supervise._supervise(controllers, *parts))
+        asyncio.run(supervise.Supervisor(*parts).wait_for(controllers, others))
+
+
+def processes_of(runtime: Any) -> Processes:
+    plan: Any = SimpleNamespace(controllers=1, role_nodes={"trainer": (0,), "controller": (0,)})
+    return Processes(runtime, SimpleNamespace(run=Run()), plan)  # type: ignore[arg-type]
 
 
 class FakeRuntime:
@@ -377,9 +384,8 @@ def test_a_rollback_that_fails_leaves_nothing_behind(tmp_path):
 
     async def main() -> None:
         runtime = Interrupted(engine_1=["hang"], judge_strict_0=["hang"])
-        plan, roles = SimpleNamespace(controllers=1, trainers=1, critics=0), supervise.Roles()
         with pytest.raises(RoleDied, match="trainer-0"):
-            await supervise._start_again(runtime, None, plan, roles, watch_of(runtime, tmp_path))  # type: ignore[arg-type]
+            await processes_of(runtime).start_again(Roles(), watch_of(runtime, tmp_path).revive_dead)
         assert sorted(runtime.ended) == sorted(runtime.tries) and asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())

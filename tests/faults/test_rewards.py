@@ -20,15 +20,15 @@ from gcore.config.rewards import HttpReward, Rewards
 from gcore.config.tree import Config
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
-from gcore.controller.collect import Collected, Collector, spread
+from gcore.controller.collect import Collector, spread
+from gcore.controller.prompt_ledger import Collected
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
-from gcore.rewarding.client import RetryDelays
-from gcore.rewarding.http import HttpSource
+from gcore.rewarding.http import HttpSource, RetryDelays
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import EngineBackend
 from gcore.rewarding.rewarder import WeightedRewarder
-from gcore.rewarding.workers import sources_of
+from gcore.rewarding.workers import WorkerPool
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.types import Completion, Prompt
 from gcore.workflows.context import SharedContext, generate_and_reward
@@ -119,7 +119,7 @@ def write(tmp_path: Any, body: str, timeout_s: float = 30) -> Rewards:
 
 
 def with_workers(rewards: Rewards) -> list[WeightedRewarder]:
-    return [WeightedRewarder(sources_of(rewards, 1), backoff_s=0.01) for _ in range(CONTROLLERS)]
+    return [WeightedRewarder(WorkerPool(rewards, 1).sources, backoff_s=0.01) for _ in range(CONTROLLERS)]
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=SLOW) if f in ("hangs", "spins") else f for f in ALWAYS])

@@ -19,8 +19,8 @@ import numpy as np
 
 from gcore.config.sampling import Sampling
 from gcore.content.tokens import Tokens
-from gcore.controller.collect import Collected, Collector, spread
-from gcore.controller.prompt_ledger import REWARD_ERROR
+from gcore.controller.collect import Collector, spread
+from gcore.controller.prompt_ledger import REWARD_ERROR, Collected
 from gcore.controller.run_prompts import Filter
 from gcore.protocols import Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
@@ -131,7 +131,7 @@ class World:
         begin = self.version + 1
         self.steps += [[Collected()] * self.size for _ in range(steps)]
         await asyncio.gather(*(self._controller(rank, begin, steps) for rank in range(self.size)))
-        self.places = [c.place() for c in self.collectors]
+        self.places = [c.prompts.place(c.rate) for c in self.collectors]
         self.pool = [group for c in self.collectors for group in c.prompts.ready.values()]
         for collector in self.collectors:
             collector.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.algorithm import ESTIMATORS, Algorithm
+from gcore.config.algorithm import ESTIMATORS, Algorithm, Overlong
 from gcore.content.tokens import Tokens
 from gcore.preparation.advantages import (
     GROUP_ESTIMATORS,
@@ -306,7 +306,7 @@ def test_soft_overlong_punishment():
     """DAPO, equation 13: 0 up to max - cache, then linearly to -1 at max, and -1 beyond."""
 
     def found(length, **more):
-        return overlong_penalty(length, **{"max_length": 20, "buffer": 4, "penalty": 1.0, **more})
+        return overlong_penalty(length, Overlong(**{"buffer": 4, "penalty": 1.0, **more}), 20)
 
     assert [found(n) for n in (1, 16, 17, 18, 20, 25)] == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     assert found(18, penalty=3.0) == -1.5

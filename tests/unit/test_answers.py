@@ -125,10 +125,10 @@ def test_the_system_prompt_is_before_every_prompt_that_is_a_string(tokenizer, wh
     """Also if the answers are messages, as in UltraFeedback."""
     good, bad = ([*turns("1+1=")[: int(whole)], {"role": "assistant", "content": answer}] for answer in ("2", "3"))
     row = pair_row({"prompt": "1+1=", "chosen": good, "rejected": bad}, SPEC, "data.train")
-    templater = Templater(tokenizer, Data(train=SPEC, system_prompt="0"))
+    templater = Templater(tokenizer, Data(train=SPEC, system_prompt="0"), stops=(2,))
     assert [message["role"] for message in templater.messages(row)] == ["system", "user"]
     assert templater.prompt(row, 0, 0).text == "<bos>s:0;u:1+1=;a:"
-    assert [said(tokenizer, steps.tokens_S, mask) for steps, mask in templater.answers(row, (2,))] == [
+    assert [said(tokenizer, steps.tokens_S, mask) for steps, mask in templater.answers(row)] == [
         "[2<eos>]",
         "[3<eos>]",
     ]

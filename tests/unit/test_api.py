@@ -20,9 +20,9 @@ from gcore.api import make_config
 from gcore.config.load import dump_config, parse_yaml
 from gcore.config.objects import PythonObject
 from gcore.driver.interrupt import end_at_signals, outside_of_loops
-from gcore.launch.build import load_filter, load_workflow
+from gcore.launch.user_code import load_filter, load_workflow
 from gcore.prompts.rows import load_rows
-from gcore.rewarding.functions import load_reward
+from gcore.rewarding.signatures import load_reward
 from tests.e2e.helpers import RECIPE
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(5)]

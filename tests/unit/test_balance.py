@@ -9,7 +9,16 @@ from bench import layouts
 from gcore.cost.workload import CostModel
 from gcore.preparation import assignment, balance
 from gcore.preparation.assignment import WIDTH_BLOCK, Items
-from gcore.preparation.balance import UNIT, Idle, Ranks, context_degrees, equal_shares, idle_share, make_layout, split
+from gcore.preparation.balance import (
+    UNIT,
+    Idle,
+    LayoutRanks,
+    context_degrees,
+    equal_shares,
+    idle_share,
+    make_layout,
+    split,
+)
 from gcore.preparation.refine import refine
 from gcore.types import MicroBatch, MiniBatch, SampleMeta, SampleWork, TrainBatch
 
@@ -298,16 +307,16 @@ def test_context_degrees_by_hand():
     lengths = {"fits": 8000, "twice": 8001, "four times": 20_000, "more than there is": 100_000}
     metas = [SampleMeta(i, 0, SampleWork(n), 1) for i, n in enumerate(lengths.values())]
     costs = {m.key: UNIT * m.length for m in metas}
-    found = context_degrees(metas, costs, Ranks(4, 8000, max_context=4), LIMIT)
+    found = context_degrees(metas, costs, LayoutRanks(4, 8000, max_context=4), LIMIT)
     assert list(found.values()) == [1, 2, 4, 4]
-    six = context_degrees(metas, costs, Ranks(6, 8000, max_context=8), LIMIT)
+    six = context_degrees(metas, costs, LayoutRanks(6, 8000, max_context=8), LIMIT)
     assert list(six.values()) == [1, 2, 2, 2]  # 4 does not divide 6
-    assert set(context_degrees(metas, costs, Ranks(4, 8000), LIMIT).values()) == {1}
+    assert set(context_degrees(metas, costs, LayoutRanks(4, 8000), LIMIT).values()) == {1}
     # above the limit, though it would fit; short ones are never split for this reason
     metas = [SampleMeta(i, 0, SampleWork(n), 1) for i, n in enumerate((7000, 4000, 2000))]
     costs = {m.key: UNIT * m.length for m in metas}
-    assert list(context_degrees(metas, costs, Ranks(4, 8000, max_context=4), 1900 * UNIT).values()) == [4, 2, 1]
-    assert list(context_degrees(metas, costs, Ranks(4, 8000, max_context=4), 3500 * UNIT).values()) == [2, 2, 1]
+    assert list(context_degrees(metas, costs, LayoutRanks(4, 8000, max_context=4), 1900 * UNIT).values()) == [4, 2, 1]
+    assert list(context_degrees(metas, costs, LayoutRanks(4, 8000, max_context=4), 3500 * UNIT).values()) == [2, 2, 1]
 
 
 def test_groups_that_would_wait_for_a_long_sample_get_other_samples():

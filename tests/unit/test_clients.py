@@ -3,36 +3,75 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import pickle
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 import gcore
-from gcore.clients import Client, ControllerClient, EngineClient, ScorerClient, TrainerClient
-from gcore.controller.loop import Controller
+from gcore.clients import (
+    Client,
+    ControllerClient,
+    CriticClient,
+    EngineClient,
+    RankClient,
+    Remote,
+    ScorerClient,
+    TrainerClient,
+)
+from gcore.controller.loop import TrainingLoop
 from gcore.launch.build import Roles
-from gcore.protocols import Engine, Scorer, Trainer
+from gcore.protocols import Controller, CriticTrainer, Engine, Rank, Scorer, Trainer
 from gcore.runtime.local import LocalHandle
 
 PACKAGE = Path(gcore.__file__).parent
 
 
 def methods(kind: type) -> dict[str, list[str]]:
-    found = {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
-    return {name: list(inspect.signature(value).parameters) for name, value in found.items()}
+    remote = {name: value.method if isinstance(value, Remote) else value for name, value in vars(kind).items()}
+    functions = {name: value for name, value in remote.items() if inspect.isfunction(value) and name[0] != "_"}
+    assert all(value.__name__ == name for name, value in functions.items())
+    return {name: list(inspect.signature(value).parameters) for name, value in functions.items()}
 
 
-@pytest.mark.parametrize(("client", "role"), [(EngineClient, Engine), (ScorerClient, Scorer), (TrainerClient, Trainer)])
+PAIRS = [
+    (EngineClient, Engine),
+    (ScorerClient, Scorer),
+    (RankClient, Rank),
+    (TrainerClient, Trainer),
+    (CriticClient, CriticTrainer),
+    (ControllerClient, Controller),
+]
+
+
+@pytest.mark.parametrize(("client", "role"), PAIRS)
 def test_a_client_has_the_methods_of_its_role(client, role):
     assert methods(client) == methods(role)
 
 
 def test_the_controller_has_what_its_client_calls():
-    assert {"run", "evaluate"} <= methods(Controller).keys()
-    of_replicas = {"mark_dead", "begin_restart", "restore", "mark_alive"}
-    assert methods(ControllerClient).keys() == {"run", "evaluate", "status", "finished_step", "go_on", *of_replicas}
+    loop, called = TrainingLoop(MagicMock()), methods(ControllerClient)
+    assert {"run", "evaluate", "status", "finished_step", "go_on"} <= called.keys()
+    assert {"mark_dead", "begin_restart", "restore", "mark_alive"} <= called.keys()
+    assert all(callable(vars(loop).get(name) or getattr(TrainingLoop, name)) for name in called)
+
+
+def test_a_call_has_the_name_of_its_method_and_the_given_arguments():
+    calls = []
+
+    class Recording:
+        name = "engine-0"
+
+        async def call(self, *args):
+            calls.append(args)
+            return 7
+
+    assert asyncio.run(EngineClient(Recording()).generate([], "ticket")) == 7
+    assert asyncio.run(TrainerClient(Recording()).load("folder", False)) == 7
+    assert calls == [("generate", [], "ticket"), ("load", "folder", False)]
 
 
 def test_clients_travel_to_other_processes():

@@ -13,9 +13,8 @@ import yaml
 from gcore.config import load_config
 from gcore.driver import heal
 from gcore.launch.auto_placement import choose_mode
-from gcore.launch.build import see_cluster, sleep_level
 from gcore.launch.gpu_assignment import TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
-from gcore.launch.machines import Cluster, Machine, check_shared_folder, cluster_of
+from gcore.launch.machines import Cluster, Machine, cluster_of, see_cluster
 from gcore.launch.plan import Plan, make_plan
 from gcore.launch.preflight import light_checks
 from gcore.placement.grid import DeviceGrid
@@ -174,23 +173,13 @@ def test_cuda_needs_a_node_with_a_gpu(config):
     light_checks(found, make_plan(found, gpu_nodes(0, 4)))  # the driver's node needs none
 
 
-def test_nodes_that_do_not_share_the_folder_of_the_run(tmp_path):
-    nodes, folder = cpu_nodes(2, 2).nodes, tmp_path / "runs" / "tiny"
-    folder.mkdir(parents=True)  # a log makes it, on every node
-    with pytest.raises(UserError, match=r"run\.dir=.*/runs: the folder of the run is not visible on .*share"):
-        check_shared_folder(folder, nodes)
-    check_shared_folder(folder, nodes[:1])
-    (folder / "config.yaml").touch()
-    check_shared_folder(folder, nodes)
-
-
 # ---- tensor parallelism of the trainer ------------------------------------------------------------------------------
 
 
 def test_trainer_groups_stay_within_a_node(config):
     tp = "placement.trainer.tensor_parallel=2"
     plan = make_plan(config(tp), gpu_nodes(8, 8))
-    assert (plan.trainers, plan.tensor_parallel, plan.data_parallel, plan.shard) == (16, 2, 8, 8)
+    assert (plan.trainers, plan.topology.tensor, plan.topology.data_parallel, plan.shard) == (16, 2, 8, 8)
     assert plan.controllers == 8 and plan.role_nodes["controller"] == (0, 0, 0, 0, 1, 1, 1, 1)
     assert make_plan(config(tp, "controllers=2"), gpu_nodes(8, 8)).role_nodes["controller"] == (0, 1)
     assert "16 trainer rank(s) x 8 thread(s) in tensor-parallel groups of 2" in "\n".join(plan.lines(config(tp)))
@@ -198,7 +187,7 @@ def test_trainer_groups_stay_within_a_node(config):
     assert (odd.trainers, odd.role_nodes["trainer"]) == (6, (0, 0, 1, 1, 1, 1))  # a GPU of each node is not used
     assert (odd.engines, odd.role_nodes["engine"]) == (8, (0, 0, 0, 1, 1, 1, 1, 1))
     on_cpu = make_plan(config(tp), cpu_nodes(3, 3))
-    assert (on_cpu.trainers, on_cpu.data_parallel, on_cpu.shard, on_cpu.controllers) == (4, 2, 1, 2)
+    assert (on_cpu.trainers, on_cpu.topology.data_parallel, on_cpu.shard, on_cpu.controllers) == (4, 2, 1, 2)
     assert on_cpu.role_nodes["trainer"] == (0, 0, 1, 1) and on_cpu.role_nodes["controller"] == (0, 1)
 
 
@@ -305,8 +294,8 @@ def test_auto_mode_on_a_cluster(config):
 def test_engines_sleep_by_the_gpus_of_the_cluster(config):
     """Not by those of the machine that asks."""
     found = config(VLLM)
-    assert sleep_level(found, make_plan(found, gpu_nodes(0, 2))) == 2
-    assert sleep_level(found, make_plan(found, cpu_nodes(4, 4))) == 0
+    assert make_plan(found, gpu_nodes(0, 2)).sleep_level == 2
+    assert make_plan(found, cpu_nodes(4, 4)).sleep_level == 0
 
 
 def test_weights_of_engines_on_other_gpus(config):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from gcore.config.rewards import RewardFunction, Rewards
-from gcore.rewarding import code
+from gcore.rewarding import code, sandboxed
 from gcore.rewarding import sandbox as boxes
 from gcore.rewarding.code import python_tests
 from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.sandbox import RunResult, SandboxLimits
-from gcore.rewarding.workers import sources_of
+from gcore.rewarding.workers import WorkerPool
 from gcore.types import UserError
 from tests.unit.test_reward_workers import group_of
 
@@ -149,10 +149,10 @@ def test_the_last_python_block(text, program):
 def test_from_a_worker_and_from_a_thread(sandbox):
     spec = RewardFunction(name="code", path="gcore.rewarding.code:python_tests", args={"sandbox": sandbox})
     group = group_of(DOUBLE, "print(4)", tests=PAIRS)
-    worker = sources_of(Rewards(functions=[spec]), 1)
+    worker = WorkerPool(Rewards(functions=[spec]), 1).sources
     for source in (*worker, FunctionSource(spec, 1, "rewards.functions.0")):
         source.check(["tests"])
-        assert asyncio.run(source.answer(group, 0)).values == [1.0, 1 / 3]
+        assert asyncio.run(source.answer(group)).values == [1.0, 1 / 3]
         source.close()
 
 
@@ -216,7 +216,7 @@ def test_a_fork_bomb_is_bounded_and_gone(walls):
     if walls == "of a user" and os.getuid() == 0:
         pytest.skip("the kernel does not limit processes of root")
     num, error = said(FORKS).split()
-    assert 0 < int(num) < boxes.PROCESSES
+    assert 0 < int(num) < sandboxed.PROCESSES
     assert error == "BlockingIOError"
 
 
@@ -256,11 +256,11 @@ def test_programs_end_with_the_worker_that_is_killed(sandbox):
     marker = f"80{os.getpid()}" + ("1" if sandbox == "bwrap" else "2")
     args = {"sandbox": sandbox, "wall_s": 1000.0}
     spec = RewardFunction(name="code", path="gcore.rewarding.code:python_tests", args=args)
-    (source,) = sources_of(Rewards(functions=[spec]), 1)
+    (source,) = WorkerPool(Rewards(functions=[spec]), 1).sources
     program = f"import os\nos.execv('/usr/bin/sleep', ['sleep', '{marker}'])"
 
     async def cancel():
-        call = asyncio.create_task(source.answer(group_of(program, tests=PAIRS), 0))
+        call = asyncio.create_task(source.answer(group_of(program, tests=PAIRS)))
         await until(lambda: someone_runs(marker))
         call.cancel()
         await until(lambda: not someone_runs(marker))

@@ -16,9 +16,10 @@ import pytest
 from gcore.config import sampling as config
 from gcore.config.algorithm import Algorithm
 from gcore.config.sampling import Sampling
-from gcore.controller.collect import Collected, answer_all, no_filter
-from gcore.controller.prompt_ledger import merge_places
-from gcore.launch.build import load_filter
+from gcore.controller.collect import no_filter
+from gcore.controller.evaluation import answer_all
+from gcore.controller.prompt_ledger import Collected, merge_places
+from gcore.launch.user_code import load_filter
 from gcore.preparation.samples import make_samples
 from gcore.prompts.curriculum import CurriculumOrder
 from gcore.types import Prompt, RewardError, Scored, UserError

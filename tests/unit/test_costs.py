@@ -1,15 +1,12 @@
-"""Shapes, lengths and costs: hand-computed numbers, and those measured on an H200."""
+"""Shapes and costs: hand-computed numbers, and those measured on an H200."""
 
 import json
-import math
 
-import numpy as np
 import pytest
 
 from gcore.cost import costs
 from gcore.cost.costs import ENGINE, GPUS, REACH, SHAPES, Shape, gpu_of, shape_of
 from gcore.cost.replica_speed import ReplicaSpeed
-from gcore.planner.lengths import Lengths
 from gcore.types import UserError
 
 H200 = GPUS["h200"]
@@ -130,45 +127,6 @@ def test_a_wrong_size_is_rejected(text):
         shape_of(text, "--judge")
 
 
-# ---- lengths ----
-
-
-def sample(lengths, num):
-    normal = np.random.default_rng(0).standard_normal(num)
-    return np.minimum(np.exp(lengths._mu + lengths.sigma * normal), lengths.longest)
-
-
-def test_lengths_against_draws():
-    """Mean after the cut, longest of 50, and the rest of running responses."""
-    lengths = Lengths(mean=1000, sigma=0.8, longest=3000)
-    drawn = sample(lengths, 500_000)
-    assert drawn.mean() == pytest.approx(1000, rel=0.01)
-    assert lengths.longest_of(50) == pytest.approx(drawn.reshape(-1, 50).max(axis=1).mean(), rel=0.01)
-    assert lengths.longest_of(1) == pytest.approx(1000, rel=0.01)
-    rng = np.random.default_rng(1)
-    met = rng.choice(drawn, 200_000, p=drawn / drawn.sum())  # long ones are more likely to be running
-    rest = met * rng.random(len(met))
-    assert lengths.mean_rest == pytest.approx(rest.mean(), rel=0.01)
-    assert lengths.longest_rest_of(20) == pytest.approx(rest.reshape(-1, 20).max(axis=1).mean(), rel=0.01)
-    steps = np.array([0.0, 500.0, 1500.0, 3000.0])
-    assert lengths.made(steps) == pytest.approx([np.minimum(drawn, s).mean() for s in steps], rel=0.01)
-
-
-def test_groups_share_half_of_the_variance():
-    lengths = Lengths(mean=1000, sigma=0.8, longest=8000)
-    rng = np.random.default_rng(0)
-    normal = math.sqrt(0.5) * (rng.standard_normal((50_000, 1)) + rng.standard_normal((50_000, 8)))
-    last = np.minimum(np.exp(lengths._mu + 0.8 * normal), 8000).max(axis=1)
-    steps = np.array([1000.0, 2000.0, 4000.0, 8000.0])
-    assert lengths.group_done(8, steps) == pytest.approx([(last <= s).mean() for s in steps], abs=0.02)
-
-
-def test_equal_lengths():
-    lengths = Lengths(mean=100, sigma=0.0, longest=400)
-    assert (lengths.longest_of(9), lengths.longest_rest_of(9), lengths.mean_rest) == (100, 100, 50)
-    assert lengths.group_done(8, np.array([99.0, 100.0])).tolist() == [0.0, 1.0]
-
-
 # ---- costs ----
 
 
@@ -213,7 +171,8 @@ def test_sleep_wake_and_weights_by_hand():
     shape, gpu = SHAPES["72B"], GPUS["h100"]
     share = shape.weight_bytes / 4
     assert costs.wake_s(shape, gpu, 4) == pytest.approx(0.1 + share / 32e9)
-    assert costs.swap_s(shape, gpu, 4) == pytest.approx(0.06 + 0.1 + share / 32e9)
+    speed = costs.serving(shape, gpu, 4, 2000)
+    assert speed.sleep_s + speed.wake_s == pytest.approx(0.06 + 0.1 + share / 32e9)
     gathered = shape.weight_bytes * 63 / 64 / (400e9 * 0.7)  # eight adapters of 50 GB/s per machine
     assert costs.weight_sync_s(shape, gpu, 4, 64) == pytest.approx(0.03 + gathered + share / 200e9)
     assert costs.offload_s(32e9, gpu) == pytest.approx(2.0)

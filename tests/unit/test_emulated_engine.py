@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.virtual_loop import VirtualLoop
 from gcore.content.tokens import Tokens
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, log_normal
 from gcore.protocols import EngineStats, MemoryChange
-from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams, UserError
 
 ROOT = Path(__file__).parents[2]

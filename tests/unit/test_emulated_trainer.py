@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from bench.virtual_loop import VirtualLoop
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.cost.workload import CostModel
@@ -20,7 +21,6 @@ from gcore.emulate.trainer import EmulatedTrainer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.protocols import Metric, Receivers, TrainerInfo, WeightPlan
-from gcore.simulate import VirtualLoop
 from gcore.types import Sample, TrainBatch, UserError
 
 ROOT = Path(__file__).parents[2]

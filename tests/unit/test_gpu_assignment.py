@@ -8,7 +8,6 @@ import yaml
 from gcore.config import load_config
 from gcore.config.load import dump_config
 from gcore.launch.auto_placement import choose_mode
-from gcore.launch.build import sleep_level
 from gcore.launch.gpu_assignment import GpuAssignment, separate_gpus, shared_gpus
 from gcore.launch.machines import Machine
 from gcore.launch.plan import make_plan
@@ -87,9 +86,8 @@ def test_disaggregated_on_a_cpu_is_shared(config):
 
 def test_disaggregated_engines_stay_awake(config):
     asked = "generation.engine=vllm", "generation.sleep=2"
-    plan = make_plan(config(*asked), EIGHT)
-    assert sleep_level(config(*asked), plan) == 2
-    assert sleep_level(config(*asked, "placement.mode=disaggregated"), plan) == 0
+    assert make_plan(config(*asked), EIGHT).sleep_level == 2
+    assert make_plan(config(*asked, "placement.mode=disaggregated"), EIGHT).sleep_level == 0
 
 
 # --- auto

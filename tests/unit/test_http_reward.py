@@ -15,9 +15,7 @@ import pytest
 from aiohttp import web
 
 from gcore.config.rewards import HttpReward
-from gcore.rewarding import client
-from gcore.rewarding.client import RetryDelays, _retry_after_s
-from gcore.rewarding.http import HttpSource
+from gcore.rewarding.http import HttpSource, RetryDelays, _retry_after_s
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.types import RewardError, UserError
 from tests.unit.test_rewarding import group_of
@@ -176,7 +174,7 @@ def test_other_lists_are_logged_and_null_does_not_apply():
     server = Server({"rewards": [1, None], "length": [3, 4], "note": ["a", "b"], "version": 7, "short": [1]})
 
     async def scenario(blend, source):
-        return await source.answer(group_of("2", "3"), 0)
+        return await source.answer(group_of("2", "3"))
 
     answer = http(server, scenario)
     assert answer.values == [1.0, None]
@@ -209,7 +207,7 @@ def test_retry_after_is_honoured(monkeypatch):
     async def sleep(seconds):
         slept.append(seconds)
 
-    monkeypatch.setattr(client, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr("gcore.rewarding.http.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
     assert score(server) == ([1.0, 0.0], {"http_retries": 1})
     (pause,) = slept
     assert 50 < pause <= 51
@@ -239,7 +237,7 @@ def test_retry_after_counts_once():
 
 def test_retry_after_in_seconds_or_as_a_date(monkeypatch):
     assert _retry_after_s("7") == 7.0
-    monkeypatch.setattr(client, "time", SimpleNamespace(time=lambda: 1000.0))
+    monkeypatch.setattr("gcore.rewarding.http.time", SimpleNamespace(time=lambda: 1000.0))
     assert _retry_after_s(formatdate(1060, usegmt=True)) == 60.0
     assert [_retry_after_s(text) for text in ("", "soon", "-3", formatdate(0), "nan")] == [0.0] * 5
 

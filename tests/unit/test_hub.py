@@ -200,7 +200,8 @@ def test_plan_does_not_repeat_a_request_that_no_hub_answers(tmp_path):
 
 def rows(more: str, key: str = "data.train") -> str:
     return (
-        "from gcore.config.data import Dataset\nfrom gcore.prompts.rows import load_rows, pin_rows\n"
+        "from gcore.config.data import Dataset\nfrom gcore.prompts.rows import load_rows\n"
+        "from gcore.prompts.stored import pin_rows\n"
         f"spec = pin_rows(Dataset(path='openai/gsm8k'{more}), {key!r})\nprint(spec.revision, spec.subset, spec.split)\n"
         f"print(*(row['question'] for row in load_rows(spec, {key!r})))"
     )

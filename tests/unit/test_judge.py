@@ -54,8 +54,8 @@ def judge_of(script, key="rewards.judges.0", **spec) -> tuple[JudgeSource, Scrip
     return JudgeSource(judge, EngineBackend(judge, TOKENIZER, STOPS, engine, key), key), engine
 
 
-def answer(source: JudgeSource, group, attempt=0):
-    return asyncio.run(source.answer(group, attempt))
+def answer(source: JudgeSource, group):
+    return asyncio.run(source.answer(group))
 
 
 # --- what the judge is shown
@@ -262,10 +262,9 @@ def test_the_blend_does_not_ask_again():
 
 
 def test_another_attempt_draws_other_noise():
-    source, engine = judge_of(lambda text, key: "hm", attempts=2)
-    for attempt in (0, 1):
-        with pytest.raises(RewardError):
-            answer(source, group_of("2"), attempt)
+    source, engine = judge_of(lambda text, key: "hm", attempts=4)
+    with pytest.raises(RewardError):
+        answer(source, group_of("2"))
     assert [key[-1] for key in engine.keys] == [0, 1, 2, 3]
 
 
@@ -510,9 +509,8 @@ def test_say():
     ],
 )
 def test_check_refuses(spec, message):
-    source, _ = judge_of(lambda text, key: "1", key="rewards.judges.3", **spec)
     with pytest.raises(UserError, match=rf"rewards\.judges\.3.*{message}"):
-        source.check(["prompt", "answer"])
+        judge_of(lambda text, key: "1", key="rewards.judges.3", **spec)[0].check(["prompt", "answer"])
 
 
 @pytest.mark.parametrize(

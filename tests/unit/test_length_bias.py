@@ -13,11 +13,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from bench.virtual_loop import VirtualLoop
 from gcore.config.advice import warnings
 from gcore.config.sampling import Sampling
 from gcore.config.tree import Config
 from gcore.controller.record import rollout_row
-from gcore.simulate import VirtualLoop
 from tests.unit.rollouts import World, numbers, run
 
 BENCH = Path(__file__).parents[2] / "bench" / "bias.py"

@@ -101,7 +101,7 @@ def test_rewards_print_to_their_log(tmp_path: Path, capfd) -> None:
     rewards = Rewards.model_validate({"functions": [{"name": "loud", "path": f"{tmp_path / 'loud.py'}:loud"}]})
     pool = WorkerPool(rewards, 1, tmp_path / "logs" / "rewards-0.log")
     assert not (tmp_path / "logs").exists()  # a check before the run starts no worker and opens no log
-    answer = asyncio.run(pool.sources[0].answer([scored(5, 0).rollout], 0))
+    answer = asyncio.run(pool.sources[0].answer([scored(5, 0).rollout]))
     pool.close()
     assert answer.values == [1.0]
     assert (tmp_path / "logs" / "rewards-0.log").read_text() == "out\nerr\n"

@@ -114,14 +114,13 @@ def test_a_judge_has_no_lora(tmp_path):
 
 
 def test_engines_keep_their_weights_while_they_sleep():
-    from gcore.launch.build import sleep_level
     from gcore.launch.machines import Machine
     from gcore.launch.plan import make_plan
 
     for config, level in ((config_of(), 2), (lora_of(), 1)):
         on_gpu = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})
-        assert sleep_level(on_gpu, make_plan(on_gpu, Machine(8, 1))) == level
-        assert sleep_level(on_gpu, make_plan(on_gpu, Machine(8, 0))) == 0
+        assert make_plan(on_gpu, Machine(8, 1)).sleep_level == level
+        assert make_plan(on_gpu, Machine(8, 0)).sleep_level == 0
 
 
 # --- where they sit

@@ -11,7 +11,7 @@ from gcore.config.rewards import RewardFunction, Rewards
 from gcore.rewarding import math
 from gcore.rewarding.math import math_answer
 from gcore.rewarding.rewarder import WeightedRewarder
-from gcore.rewarding.workers import sources_of
+from gcore.rewarding.workers import WorkerPool
 from gcore.types import UserError
 from tests.unit.test_reward_workers import group_of
 
@@ -96,7 +96,7 @@ def test_works_in_a_thread():
 
 def test_works_in_a_worker():
     spec = RewardFunction(name="math", path="gcore.rewarding.math:math_answer")
-    rewarder = WeightedRewarder(sources_of(Rewards(functions=[spec]), 1))
+    rewarder = WeightedRewarder(WorkerPool(Rewards(functions=[spec]), 1).sources)
     rewarder.check(["answer"])
     try:
         scored = asyncio.run(rewarder.reward(group_of(r"\boxed{\frac{1}{2}}", "2", answer="0.5")))
@@ -107,8 +107,7 @@ def test_works_in_a_worker():
 
 def test_the_package_is_missed_before_the_run(monkeypatch):
     monkeypatch.setattr(math.importlib.util, "find_spec", lambda name: None)
-    (source,) = sources_of(
-        Rewards(functions=[RewardFunction(name="m", path="gcore.rewarding.math:math_answer")]), num_workers=1
-    )
+    functions = [RewardFunction(name="m", path="gcore.rewarding.math:math_answer")]
+    (source,) = WorkerPool(Rewards(functions=functions), num_workers=1).sources
     with pytest.raises(UserError, match=r"pip install 'gcore-rl\[math\]'"):
         source.check(["answer"])

@@ -16,7 +16,7 @@ from gcore.cli import main
 from gcore.config.foreign_names import TABLES, TRL, VERL, key_of, leaves, own_name
 from gcore.config.load import all_keys, load_config, parse_yaml
 from gcore.config.tree import Config
-from gcore.rewarding.functions import load_reward
+from gcore.rewarding.signatures import load_reward
 from gcore.types import UserError
 from gcore.user_functions import load_function
 from tests.e2e.helpers import write_recipe

@@ -30,18 +30,20 @@ from gcore.controller import loop
 from gcore.controller.checkpointing import Checkpointer
 from gcore.controller.collect import Collector, no_filter, spread
 from gcore.controller.dispatch import Dispatcher
+from gcore.controller.engine_weights import EngineWeights
 from gcore.controller.evaluation import Evaluator
-from gcore.controller.placement import AllEngines
+from gcore.controller.placement import RolloutPlacement
 from gcore.controller.record import Recorder
-from gcore.controller.replicas import Replicas, WeightResender
+from gcore.controller.replicas import Replicas
 from gcore.controller.services import Services
 from gcore.controller.status import LiveStatus
 from gcore.generation.noise import uniforms
 from gcore.generation.pool import EnginePool
-from gcore.launch.own_algorithm import make_scoring
+from gcore.launch.user_code import make_scoring
 from gcore.modalities.table import kind_of
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.trace import Tracer
+from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.protocols import (
     EngineStats,
     MemoryChange,
@@ -265,7 +267,7 @@ class Closeness:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
         await asyncio.sleep(0.001)
         return Answer([-abs(rollout.output - GOAL) for rollout in group])
 
@@ -315,8 +317,9 @@ class World:
         trainers = [TrainerClient(LocalHandle("trainer-0", self.trainer))]
         status, rewarder = LiveStatus(rank, Tracer(None, f"controller-{rank}")), WeightedRewarder([Closeness()])
         pool = EnginePool.for_controller(engines, rank, 2, max_concurrent=16)
-        dispatcher = Dispatcher(config, group, pool, trainers, sleep_level=1)
-        weights = WeightResender(trainers, lambda: dispatcher.version)
+        dispatcher = Dispatcher(config, group, trainers)
+        switch = ReplicaSwitch(engines, 1, on_death=pool.mark_dead)
+        weights = EngineWeights(group, pool, trainers, switch)
         return Services(
             config=config,
             controllers=group,
@@ -328,8 +331,8 @@ class World:
             pool=pool,
             rewarder=rewarder,
             dispatcher=dispatcher,
-            weight_resender=weights,
-            placement=AllEngines(dispatcher),
+            weights=weights,
+            placement=RolloutPlacement(group, pool, switch),
             replicas=Replicas(pool, (), weights, status.note),
             status=status,
         )
@@ -337,7 +340,7 @@ class World:
     async def open(self, services: Services) -> int:
         """In place of start_run.open_run, which reads a dataset of text."""
         config, source, dispatcher = services.config, Goals(), services.dispatcher
-        rest = config.sampling, services.group_filter, services.status.report, source, lambda: dispatcher.version
+        rest = config.sampling, services.group_filter, services.status.report, source, lambda: services.weights.version
         services.collector = Collector(
             services.workflow,
             services.sample_context(),
@@ -349,7 +352,7 @@ class World:
         found, step = await services.checkpointer.find(), 0
         if found is not None:
             step = (await services.checkpointer.restore(found)).step
-        await dispatcher.update_weights(step)
+        await services.weights.update(step)
         writer = None
         if services.controllers.rank == 0:
             writer = MetricsWriter(config.run.folder, config.observe, config.run.name, {})
@@ -362,7 +365,7 @@ class World:
 
         async def controllers() -> None:
             hub = Hub(2)
-            await asyncio.gather(*(loop.Controller(self.services(rank, hub)).run() for rank in range(2)))
+            await asyncio.gather(*(loop.TrainingLoop(self.services(rank, hub)).run() for rank in range(2)))
 
         asyncio.run(asyncio.wait_for(controllers(), 120))
         return [json.loads(line) for line in (self.config.run.folder / "metrics.jsonl").read_text().splitlines()]

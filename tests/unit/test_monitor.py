@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
-from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter
-from gcore.placement.monitor import QUANTILES, Monitor, Report, RolloutProgress
+from gcore.placement.meters import DEFAULT_SPEED, QUANTILES, GroupCounts, LinearFit, SpeedMeter
+from gcore.placement.monitor import Monitor, Report, RolloutProgress
 from gcore.protocols import EngineStats, RoleReport
 
 GRID = DeviceGrid(4, {POLICY: 1, "judge": 2})  # two blocks, of two engines or one judge

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from gcore.api import make_config
-from gcore.driver.on_step import StepGate, call, call_after_steps, load_on_step, open_on_step
+from gcore.controller.status import StepGate
+from gcore.driver.on_step import call, call_after_steps, open_on_step
+from gcore.launch.user_code import load_on_step
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -79,16 +81,6 @@ def test_the_function_stays_in_the_process_of_the_driver() -> None:
     assert open_on_step(make_config(RECIPE)) == (make_config(RECIPE), None)
 
 
-class Clients:
-    """In place of the clients of two controllers, one of which is slower."""
-
-    def __init__(self, gate: StepGate) -> None:
-        self.finished_step, self._gate = gate.finished_step, gate
-
-    async def go_on(self, stop: bool) -> None:
-        self._gate.go_on(stop)
-
-
 def test_all_controllers_get_the_answer_of_one_call() -> None:
     gates, seen = [StepGate(), StepGate()], []
 
@@ -104,7 +96,7 @@ def test_all_controllers_get_the_answer_of_one_call() -> None:
         return found
 
     async def main() -> list[list[bool]]:
-        driver = asyncio.ensure_future(call_after_steps([Clients(gate) for gate in gates], on_step))  # type: ignore[misc]
+        driver = asyncio.ensure_future(call_after_steps(gates, on_step))  # type: ignore[arg-type]
         try:
             return await asyncio.wait_for(asyncio.gather(controller(0), controller(1)), 30)
         finally:

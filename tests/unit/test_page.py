@@ -512,12 +512,11 @@ def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(supervise, "pin", lambda config: config)
     monkeypatch.setattr(supervise, "open_on_step", lambda config: (config, None))
     monkeypatch.setattr(supervise, "with_steps", lambda config: (run, []))
-    for name in ("see_cluster", "check_models", "find_weights"):
+    for name in ("see_cluster", "find_weights"):
         monkeypatch.setattr(supervise, name, lambda *args, **keys: None)
     train = DatasetCheck("data.train", 1, 1, (), 1, None)
     ready = ReadyRun(config, None, "", MemoryPlan(config), Checked([], [train], None))  # type: ignore[arg-type]
     monkeypatch.setattr(supervise, "make_ready", lambda *args: ready)
-    monkeypatch.setattr(supervise, "check_nodes", lambda *args: [])
     monkeypatch.setattr(supervise, "check_resume", lambda *args: None)
     monkeypatch.setattr(supervise, "NodeGate", lambda *args: None)
     monkeypatch.setattr(supervise, "see_cluster", lambda config: SimpleNamespace(nodes=()))
@@ -526,7 +525,7 @@ def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     async def fails(*args: Any) -> None:
         raise RuntimeError("the run's own error")
 
-    monkeypatch.setattr(supervise, "_run", fails)
+    monkeypatch.setattr(supervise, "_run_plan", fails)
     with pytest.raises(RuntimeError, match="the run's own error"):
         supervise.run(config)  # type: ignore[arg-type]
     assert "Held-out accuracy" in Page((folder / "report.html").read_text()).text

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from gcore.content.media import store
-from gcore.rewarding.functions import load_reward
 from gcore.rewarding.pictures import Clip, jpeg_kilobytes
+from gcore.rewarding.signatures import load_reward
+from gcore.rewarding.worker import call_all
 from gcore.types import UserError
 from tests.unit.tiny_pipelines import CLIP, clip_tokenizer
 
@@ -67,11 +68,11 @@ def test_large_pictures_are_resized_and_long_prompts_cut(folder):
 
 def test_it_is_a_reward_of_a_recipe(folder, tmp_path):
     path = "gcore.rewarding.pictures:Clip"
-    adapter = load_reward(path, {"model": str(folder)})
-    assert adapter.missing({"prompt"}) == []
+    clip = load_reward(path, {"model": str(folder)})
+    assert clip.missing({"prompt"}) == []
     images, prompts = pictures(2), ["a cat", "a dog"]
-    found = adapter.invoke({"images": [store(image, tmp_path) for image in images], "prompts": prompts})
-    assert found == Clip(str(folder))(images=images, prompts=prompts)
+    (rewards,) = call_all(clip, [{"images": [store(image, tmp_path) for image in images], "prompts": prompts}])
+    assert rewards == Clip(str(folder))(images=images, prompts=prompts)
     with pytest.raises(UserError, match="no such folder"):
         Clip("/nowhere")
     with pytest.raises(UserError, match="Clip"):

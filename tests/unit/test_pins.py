@@ -126,4 +126,5 @@ def test_a_resumed_run_keeps_its_commits(tmp_path, monkeypatch):
     assert sorted(pinned("auto")) == ["a" * 40, "b" * 40]
     assert sorted(pinned(str(tmp_path / "tiny" / "step_2"))) == ["a" * 40, "b" * 40]
     assert sorted(pinned("auto", revision="v2")) == ["b" * 40, "v2"]
-    assert pinned("auto", path="org/other")[1] is None
+    pinned("auto", path="org/other")
+    assert seen == {"model": None, "rewards.models.0.model": "b" * 40}

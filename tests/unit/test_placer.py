@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.virtual_loop import VirtualLoop
 from gcore.clients import EngineClient, TrainerClient
 from gcore.content.tokens import Tokens
-from gcore.controller.replicas import Replicas, WeightResender
+from gcore.controller.engine_weights import EngineWeights
+from gcore.controller.replicas import Replicas
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, _sampled
 from gcore.generation.pool import EnginePool
@@ -32,7 +34,6 @@ from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Costs, View, request_limit
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan
 from gcore.runtime.local import Hub, LocalGroup
-from gcore.simulate import VirtualLoop
 from gcore.types import Request, SamplingParams
 from gcore.weights.transfer import WeightTransfer
 from tests.unit.pools import observe
@@ -160,7 +161,7 @@ class World:
                 role: EnginePool.for_controller(found, rank, self.size, SLOTS, roam=True)
                 for role, found in clients.items()
             }
-            weights = WeightResender([TrainerClient(Trainer())], lambda: self.version)
+            weights = EngineWeights(self.groups_of, pools[POLICY], [TrainerClient(Trainer())])
             switches = {
                 POLICY: ReplicaSwitch(clients[POLICY], 2, weights.load),
                 JUDGE: ReplicaSwitch(clients[JUDGE], 1),
@@ -237,7 +238,7 @@ class World:
                     await group.all_gather("trained", None)
                 await placer.begin(self.groups, 1.0, 2)
                 if rank == 0:
-                    self.version = step
+                    self.version = weights.version = step
                     living = self.pools[0][POLICY].alive()
                     own = {i: r for i, r in placer.owners(POLICY).items() if i in living}
                     await WeightTransfer([TrainerClient(Trainer())]).send(own, step)

@@ -1,95 +1,92 @@
-"""The planner: fluid estimates by hand and against brute force, memory, the output of the command."""
+"""The planner: rollouts by hand and against brute force, memory, the output of the command."""
 
 import dataclasses
 import json
-import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from gcore.cli import main
 from gcore.cost import costs
-from gcore.cost.costs import GPUS, SHAPES
+from gcore.cost.costs import ENGINE, GPUS, SHAPES
 from gcore.cost.replica_speed import ReplicaSpeed
-from gcore.planner.inputs import Constraints, Workload, modes_of
-from gcore.planner.lengths import Lengths
+from gcore.placement.grid import POLICY
+from gcore.placement.rules import Load, View
+from gcore.planner.inputs import Constraints, Workload, drawn_lengths, modes_of
 from gcore.planner.plan import MIN_SEQUENCES, plan
-from gcore.planner.roles import Role
-from gcore.planner.steps import MODES, Case, estimate, missing_after, training_layouts
+from gcore.planner.rollouts import Rollouts
+from gcore.planner.steps import MODES, Case, estimate, training_layouts
 from gcore.types import UserError
 
 H100 = GPUS["h100"]
-SPEED = ReplicaSpeed(0.01, 0.0001, 0.00001, max_concurrent=10, sleep_s=0.1, wake_s=0.2, weights_s=0.3)
+SPEED = ReplicaSpeed(0.01, 0.0001, 0.00001, max_concurrent=10, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
 
 
-def role(name="policy", tp=1, mean=100, sigma=0.0, per_draw=4, prefill=50.0, speed=SPEED):
-    lengths = Lengths(mean, sigma, 4 * mean)
-    return Role(name, SHAPES["7B"], tp, speed, lengths, per_draw, prefill)
+def case(judge_mean=100, sigma=0.5, gpus=8, prompts=64, swap_s=0.0, acceptance=1.0, judges=("judge",), **other):
+    """A policy of one GPU and judges of two; groups of 4 responses of 100 tokens, 50 tokens of prompt per request."""
+    responses = drawn_lengths(100, sigma, 400, 4).tolist()
+    lengths = sorted(length for call in responses for length in call)[:: len(responses) * 4 // 64]
+    factor = judge_mean / 100
+    needed = 4 * prompts / acceptance
+    loads = {POLICY: Load(waiting=round(needed), needed=needed, lengths=lengths, prompt=50.0)}
+    loads |= {name: Load(needed=needed, lengths=[factor * n for n in lengths], prompt=50.0) for name in judges}
+    view = View(loads, groups=prompts, rate=acceptance, samples=4, calls=responses[::8])
+    widths = {POLICY: 1, **dict.fromkeys(judges, 2)}
+    rollouts = Rollouts(view, widths, dict.fromkeys(widths, SPEED.with_swap(swap_s)))
+    return Case(H100, gpus, SHAPES["7B"], rollouts, trained_tokens=1e5, mean_length=150, **other)
 
 
-def case(judge_mean=100, sigma=0.5, gpus=8, prompts=64, swap_s=0.0, **other):
-    roles = (role(sigma=sigma), role("judge", tp=2, mean=judge_mean, sigma=sigma))
-    return Case(H100, gpus, roles, prompts, trained_tokens=1e5, mean_length=150, swap_s=swap_s, **other)
+# ---- lengths ----
 
 
-# ---- one role ----
+def test_drawn_lengths():
+    """Mean after the cut; siblings share half of the variance of the logarithm."""
+    lengths = drawn_lengths(1000, 0.8, 3000, 16)
+    assert lengths.shape == (512, 16) and lengths.mean() == pytest.approx(1000, rel=1e-6) and lengths.max() == 3000
+    assert (drawn_lengths(100, 0.0, 400, 2) == 100).all()
+    logs = np.log(drawn_lengths(1000, 0.8, 10**6, 16))
+    assert logs.std() == pytest.approx(0.8, rel=0.05)
+    assert np.corrcoef(logs[:, 0], logs[:, 1])[0, 1] == pytest.approx(0.5, abs=0.07)
 
 
-def test_equal_lengths_run_in_waves():
-    """4 replicas, 64 requests each: 7 waves of 100 steps, as at most 10 run."""
-    span = role().span(gpus=4, draws=64)
-    assert span.total_s == pytest.approx(7 * 100 * 0.01 + 64 * 100 * 0.0001 + 64 * 50 * 0.00001)
-    assert (span.own_s, span.running, span.queue) == (span.total_s, 10, 600)
+def test_the_mean_context_by_hand():
+    """A response of 100 tokens is met at 50 on average. Of responses of 100 and 300, the long one runs three times as
+    long: (1 x 50 + 3 x 150) / 4."""
+    even = Workload(prompt_length=10, response_length=100, max_response_length=100)
+    assert even.context("policy") == pytest.approx(60) and even.context("judge") > 110 + 256
+    lengths = drawn_lengths(200, 0.8, 800, 4)
+    work = Workload(samples=4, prompt_length=10, response_length=200, max_response_length=800)
+    assert work.context("policy") == pytest.approx(10 + np.average(lengths / 2, weights=lengths))
+    assert np.average(np.array([50, 150]), weights=[100, 300]) == 125
 
 
-def test_one_wave_takes_as_long_as_the_longest():
-    one = role(sigma=0.8)
-    span = one.span(gpus=4, draws=8)  # 8 requests per replica
-    fixed = 8 * 100 * 0.0001 + 8 * 50 * 0.00001
-    assert span.total_s == pytest.approx(fixed + 0.01 * one.lengths.longest_of(32))
-    assert span.own_s == pytest.approx(fixed + 0.01 * one.lengths.longest_of(8))
-    assert one.latency_s() == pytest.approx(4 * 100 * 0.0001 + 4 * 50 * 0.00001 + 0.01 * one.lengths.longest_of(4))
-
-
-def test_a_queue_and_then_the_longest_running_response():
-    one = role(sigma=0.8)
-    span = one.span(gpus=2, draws=200)  # 400 requests per replica, 10 at the same time
-    queue = 400 * 100 / 10 - one.lengths.mean_rest
-    assert span.queue == pytest.approx(queue)
-    fixed = 400 * 100 * 0.0001 + 400 * 50 * 0.00001
-    assert span.total_s == pytest.approx(fixed + 0.01 * (queue + one.lengths.longest_rest_of(20)))
-    assert span.own_s == pytest.approx(fixed + 0.01 * (queue + one.lengths.longest_rest_of(10)))
-
-
-def test_device_seconds_by_hand():
-    # 256 requests at 10 per replica: a token costs 0.001 + 0.0001; a replica has two GPUs
-    assert role(tp=2).device_s(gpus=4, draws=64) == pytest.approx(2 * 256 * (100 * 0.0011 + 50 * 0.00001))
-    assert role(tp=2).device_s(gpus=512, draws=64) == pytest.approx(2 * 256 * (100 * 0.0101 + 50 * 0.00001))  # 1 each
-
-
-def test_groups_arrive_over_time():
-    one = role(sigma=0.5)
-    times, done = one.arrivals(gpus=4, draws=64)
-    assert done[0] == 0 and done[-1] == 1 and (done[1:] >= done[:-1] - 1e-9).all()
-    assert (times[1:] >= times[:-1]).all() and times[-1] == pytest.approx(one.span(4, 64).total_s)
-    at_once, later = role(sigma=0.0).arrivals(gpus=32, draws=64)  # 8 requests per replica: one wave
-    assert at_once[later > 0].min() >= 100 * 0.01
+def test_the_expected_work():
+    work = Workload(32, 8, prompt_length=64, response_length=128, acceptance=0.5, verdict_length=16, repeats=2)
+    view = work.expected(SHAPES["7B"], ["judge"])
+    policy, judge = view.loads[POLICY], view.loads["judge"]
+    assert (view.groups, view.rate, view.samples) == (32, 0.5, 8) and len(view.calls) == 64
+    assert (policy.needed, policy.prompt, judge.needed, judge.prompt) == (512, 64 / 8, 1024, 192 / 2)
+    assert policy.mean == pytest.approx(128, rel=0.03) and judge.mean == pytest.approx(16, rel=0.03)
+    assert policy.longest == [max(call) for call in view.calls] and policy.longest[-1] == work.responses.max()
 
 
 # ---- modes ----
 
 
 def test_colocation_by_hand():
-    """All generate, swap, all judge, train: nothing overlaps."""
+    """All generate, swap, all judge, train: nothing overlaps. 8 replicas have 32 requests each, of which 10 run: 4
+    waves of 100 steps. 4 replicas judge 64 requests each, in 7 waves. The swaps begin at the next poll."""
     now = case(sigma=0.0, swap_s=2.0)
     found = estimate("colocated", now)
-    generation = 4 * 100 * 0.01 + 32 * 100 * 0.0001 + 32 * 50 * 0.00001  # 32 requests per replica, 4 waves
-    judging = 7 * 100 * 0.01 + 64 * 100 * 0.0001 + 64 * 50 * 0.00001  # half as many replicas
-    assert found.stages["generation"] == pytest.approx(generation)
-    assert found.stages["rewarding"] == pytest.approx(judging)
-    assert found.stages["swaps"] == pytest.approx(2.0 + costs.sleep_s())
-    assert found.rollout_s == pytest.approx(generation + 2.0 + judging)
+    generation = 4 * 100 * 0.01 + 32 * 100 * 0.0001 + 32 * 50 * 0.00001
+    judging = 7 * 100 * 0.01 + 64 * 100 * 0.0001 + 64 * 50 * 0.00001
+    assert found.stages["generation"] == pytest.approx(generation, rel=0.05)
+    assert found.stages["rewarding"] == pytest.approx(judging, rel=0.1)
+    assert found.stages["swaps"] == pytest.approx(2.0 + ENGINE.sleep_s)
+    rollout = sum(found.stages[name] for name in ("generation", "rewarding", "swaps")) - ENGINE.sleep_s
+    assert found.rollout_s == pytest.approx(rollout)
     assert found.stages["training"] == costs.training_s(SHAPES["7B"], H100, 8, 1e5, 75, 16384)
     assert found.step_s == pytest.approx(sum(found.stages.values())) and found.stages["preparation"] == 0
     twice = estimate("colocated", dataclasses.replace(now, logprob_passes=2))
@@ -101,22 +98,16 @@ def test_colocation_by_hand():
     assert kept.stages["training"] == costs.training_s(SHAPES["7B"], H100, 8, 1e5, 75, 16384, False)
 
 
-def test_missing_groups():
-    assert missing_after(100, 1.0, 1.0) == 0
-    assert missing_after(100, 0.5, 1.0) == pytest.approx(math.sqrt(50) / math.sqrt(2 * math.pi))
-    assert missing_after(100, 0.5, 1.5) < 1e-6
-
-
 def test_rejections_cost_more_and_rounds_of_colocation_pay_swaps():
     easy, hard = case(swap_s=5.0), case(swap_s=5.0, acceptance=0.4)
     for mode in MODES:
         assert estimate(mode, hard).step_s > estimate(mode, easy).step_s, mode
-    free, slow = (estimate("colocated", case(swap_s=s, acceptance=0.4, prompts=512)) for s in (0.0, 1000.0))
-    assert free.notes == ("3 rounds of generating and judging",)
-    assert slow.notes == ()  # one round with a margin is faster
-    assert slow.stages["generation"] > free.stages["generation"]
-    some = estimate("colocated", case(swap_s=0.01, acceptance=0.4, prompts=512))  # 3 in, and 2 back to the policy
-    assert (some.notes, some.stages["swaps"]) == (free.notes, pytest.approx(5 * 0.01 + costs.sleep_s()))
+    some = case(swap_s=0.5, acceptance=0.4)
+    turns = some.rollouts.colocated(8).turns  # into judging in every round, and back in every round but the last
+    found = estimate("colocated", some)
+    assert found.notes == (f"{round((turns + 1) / 2)} rounds of generating and judging",) and turns >= 2
+    assert found.stages["swaps"] == pytest.approx(turns * 0.5 + ENGINE.sleep_s)
+    assert estimate("colocated", case(swap_s=0.5)).notes == ()
 
 
 @pytest.mark.parametrize("judge_mean", [20, 100, 400])
@@ -124,18 +115,18 @@ def test_rejections_cost_more_and_rounds_of_colocation_pay_swaps():
 def test_the_best_static_split_is_the_best(judge_mean, acceptance):
     now = case(judge_mean=judge_mean, gpus=32, acceptance=acceptance)
     every = [estimate("static", now, {"policy": n, "judge": 32 - n}).rollout_s for n in range(2, 32, 2)]
-    assert estimate("static", now).rollout_s == pytest.approx(min(every), rel=0.01)
+    assert estimate("static", now).rollout_s == pytest.approx(min(every), rel=0.02)
 
 
 def test_streaming_waits_for_both():
+    """With few judges, their work decides: 256 verdicts on one replica of 10. With few policies, generation does."""
     now = case(gpus=16)
-    few_judges, few_policies = ({"policy": 14, "judge": 2}, {"policy": 2, "judge": 14})
-    late = estimate("static", now, few_judges)
-    judging = now.judges[0].device_s(2, 64) / 2
+    late = estimate("static", now, {"policy": 14, "judge": 2})
+    judging = 256 * 100 * (0.01 / 10 + 0.0001)
     assert late.rollout_s > judging > late.stages["generation"]
-    slow = estimate("static", now, few_policies)
-    assert slow.stages["generation"] == pytest.approx(now.policy.span(2, 64).total_s)
-    assert slow.rollout_s == pytest.approx(slow.stages["generation"] + now.judges[0].latency_s(), rel=0.05)
+    slow = estimate("static", now, {"policy": 2, "judge": 14})
+    assert slow.stages["generation"] > 128 * 100 * (0.01 / 10 + 0.0001)
+    assert slow.rollout_s == pytest.approx(slow.stages["generation"], rel=0.3)
 
 
 @pytest.mark.parametrize("judge_mean", [20, 100, 400])
@@ -143,7 +134,8 @@ def test_dynamic_is_never_slower_than_static_and_never_faster_than_the_work(judg
     now = case(judge_mean=judge_mean, gpus=16, sigma=0.8)
     dynamic, static = estimate("dynamic", now), estimate("static", now)
     assert dynamic.rollout_s <= static.rollout_s
-    work = now.policy.device_s(2, 64) + now.judges[0].device_s(2, 64)  # on replicas as full as possible
+    token_s = SPEED.base_s / SPEED.max_concurrent + SPEED.per_sequence_s  # of replicas as full as possible
+    work = 256 * token_s * (100 + 2 * judge_mean)  # a judge's replica has two GPUs
     assert dynamic.rollout_s >= work / 16
     assert sum(dynamic.split.values()) == 16 and dynamic.split["policy"] % 2 == 0
 
@@ -156,8 +148,11 @@ def test_dynamic_keeps_the_split_if_swaps_are_slow():
 
 
 def test_several_judges_share_whole_blocks():
-    judges = [role(f"judge {i}", tp=2, mean=mean, sigma=0.5) for i, mean in ((1, 50), (2, 200))]
-    now = Case(H100, 32, (role(sigma=0.8), *judges), 256, 1e5, 150, swap_s=0.0)
+    now = case(gpus=32, sigma=0.8, prompts=256, judges=("judge 1", "judge 2"))
+    loads = now.rollouts.view.loads
+    short = dataclasses.replace(loads["judge 1"], lengths=[n / 4 for n in loads["judge 1"].lengths])
+    view = dataclasses.replace(now.rollouts.view, loads={**loads, "judge 1": short})
+    now = dataclasses.replace(now, rollouts=Rollouts(view, now.rollouts.widths, now.rollouts.speeds))
     for mode in ("static", "dynamic", "disaggregated"):
         found = estimate(mode, now)
         assert sum(found.split.values()) == 32
@@ -168,10 +163,17 @@ def test_several_judges_share_whole_blocks():
 
 
 def test_disaggregated_training_runs_in_parallel():
-    found = estimate("disaggregated", case(gpus=32))
+    """The number of GPUs for the trainer is the best of all."""
+    now = case(gpus=32)
+    found = estimate("disaggregated", now)
     update = found.stages["preparation"] + found.stages["training"]
     assert found.step_s == pytest.approx(max(found.rollout_s, update) + found.stages["weights"])
     assert sum(found.split.values()) == 32 and found.split["trainer"] % 8 == 0
+    every = []
+    for trainer in (8, 16, 24):
+        updates = [sum(stages.values()) for _, stages in training_layouts(now, trainer)]
+        every += [max(now.rollouts.static(32 - trainer).seconds, min(updates))] if updates else []
+    assert found.step_s == pytest.approx(min(every) + found.stages["weights"])
 
 
 # ---- the result ----
@@ -320,7 +322,7 @@ def test_siblings_and_repeated_verdicts_share_a_prefill():
 
 def test_micro_batches_shrink_until_they_fit():
     wide = plan(SHAPES["32B"], [], 64, H100, constraints=Constraints(max_tokens_per_gpu=65536))
-    assert wide.best is not None and wide.micro_tokens == 32768
+    assert wide.best is not None and wide.trainer.rank.max_tokens == 32768
 
 
 def test_constraints_are_kept():

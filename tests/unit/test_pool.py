@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.virtual_loop import VirtualLoop
 from gcore.clients import EngineClient, ScorerClient
 from gcore.content.tokens import Tokens
-from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas, WeightResender
+from gcore.controller.engine_weights import EngineWeights
+from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas
 from gcore.generation.pool import ClientPool, EnginePool, ScorerPool
 from gcore.generation.routing import Router
 from gcore.protocols import RoleDied, RoleError
-from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
 from tests.unit.pools import Outstanding, PoolState, observe
 
@@ -700,8 +701,9 @@ def test_replicas_are_checked_until_the_run_ends():
             pass
 
         engine.script, judge.script = silent, at_once
-        weights = WeightResender([], lambda: 0)
-        with Replicas(EnginePool(engines(engine)), [EnginePool(engines(judge))], weights, notes.append).watched():
+        pool = EnginePool(engines(engine))
+        weights: Any = EngineWeights(None, pool, [])  # type: ignore[arg-type]
+        with Replicas(pool, [EnginePool(engines(judge))], weights, notes.append).watched():
             await asyncio.sleep(CHECK_S + ANSWER_S + 1)
             assert notes == ["engine-0 has not answered for 20 s; it gets no new requests until it answers"]
             await asyncio.sleep(CHECK_S + ANSWER_S)

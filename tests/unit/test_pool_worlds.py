@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.virtual_loop import VirtualLoop
 from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
 from gcore.cost.replica_speed import ReplicaSpeed
@@ -24,7 +25,6 @@ from gcore.generation.pool import EnginePool
 from gcore.generation.routing import Router
 from gcore.protocols import RoleDied
 from gcore.runtime.local import LocalHandle
-from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
 from tests.contract.test_engine import embedded, network_of
 from tests.unit.pools import observe

@@ -18,7 +18,7 @@ import yaml
 from gcore.cli import main
 from gcore.config import load_config
 from gcore.content.tokens import Tokens
-from gcore.driver.start_report import starting_statuses
+from gcore.driver.start import starting_statuses
 from gcore.launch import preflight as checks
 from gcore.launch.dry_run import answers, shortened
 from gcore.launch.footprint import check_sizes, num_parameters, parts

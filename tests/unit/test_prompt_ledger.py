@@ -15,7 +15,7 @@ from gcore.controller.prompt_ledger import (
     Ready,
     Returned,
     Running,
-    Trained,
+    Taken,
     merge_places,
 )
 from tests.seeds import seeds
@@ -59,13 +59,14 @@ def test_from_drawn_to_trained():
     ledger.keep(0, group_of(0))
     ledger.drop(1, group_of(1, good=False), "no_spread")
     assert list(ledger.ready) == [2, 0] and (ledger.num_ready, ledger.num_running, ledger.num_decided) == (2, 0, 3)
-    assert [number_of(group) for group in ledger.take([0, 2, 5])] == [0, 2]  # prompt 5 is another controller's
-    assert ledger.numbers(Trained) == [2, 0] and ledger.numbers(Dropped) == [1]
+    ledger.take([0, 2, 5])  # prompt 5 is another controller's
+    assert ledger.numbers(Taken) == [2, 0] and ledger.numbers(Dropped) == [1]
     summary = ledger.end_step()
-    assert (summary.drawn, summary.trained, summary.dropped, summary.pending) == (3, 2, {"no_spread": 1}, 0)
+    assert [number_of(group) for group in summary.groups] == [0, 2]
+    assert (summary.drawn, summary.dropped, summary.pending) == (3, {"no_spread": 1}, 0)
     assert sorted(summary.rewards) == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
     assert (summary.tokens_passed, summary.samples_passed) == (4, 4)
-    assert (ledger.drawn, ledger.dropped, ledger.num_decided, ledger.numbers(Trained, Dropped)) == (0, {}, 0, [])
+    assert (ledger.drawn, ledger.dropped, ledger.num_decided, ledger.numbers(Taken, Dropped)) == (0, {}, 0, [])
 
 
 def test_other_transitions_are_refused():
@@ -76,7 +77,7 @@ def test_other_transitions_are_refused():
     for number in (0, 1, 7):  # dropped, ready, undrawn
         with pytest.raises(AssertionError, match=f"prompt {number}: "):
             ledger.keep(number, group_of(number))
-    assert TRANSITIONS[Trained] == ()
+    assert TRANSITIONS[Taken] == ()
 
 
 def test_forgotten_prompts_were_never_drawn():
@@ -92,7 +93,7 @@ def test_forgotten_prompts_were_never_drawn():
     ledger.take([0, 2])
     ledger.forget_after(2)
     summary = ledger.end_step()
-    assert (summary.drawn, summary.trained, summary.dropped, summary.pending) == (3, 2, {"reward_error": 1}, 0)
+    assert (summary.drawn, len(summary.groups), summary.dropped, summary.pending) == (3, 2, {"reward_error": 1}, 0)
     assert summary.cause == "no 1" and summary.samples_passed == 4 and len(summary.rewards) == 4
     assert ledger.report(None) == ProgressReport()
     ledger.begin_step(10, strict=True)
@@ -120,7 +121,7 @@ def test_returned_prompts_run_again_first_and_are_drawn_once():
     ledger.return_rest()
     assert ledger.numbers(Returned) == [1, 2, 3, 4]
     summary = ledger.end_step()
-    assert (summary.drawn, summary.trained, summary.pending) == (5, 1, 4)
+    assert (summary.drawn, len(summary.groups), summary.pending) == (5, 1, 4)
     assert len(summary.rewards) == 2  # those of prompts 1 and 3 count when they are decided again
     assert summary.samples_passed == 6  # but the groups could have been trained on
     assert ledger.report(None).kept == []
@@ -233,18 +234,19 @@ def test_drawn_is_trained_dropped_and_pending(seed):
             undecided = min(ledger.numbers(Running), default=ledger.head)
             last = dice.randrange(ledger.step_start, undecided + 1) - 1
             chosen = [number for number in ledger.ready if number <= last]
-        assert [number_of(group) for group in ledger.take(chosen)] == sorted(chosen)
+        ledger.take(chosen)
         if mode == "forget":
             ledger.forget_after(last)
         elif mode == "return":
             ledger.return_rest()
-        finished |= set(ledger.numbers(Trained, Dropped))
+        finished |= set(ledger.numbers(Taken, Dropped))
         pending = ledger.numbers(Running, Ready, Returned)
         assert sorted(finished | set(pending)) == list(range(rank, ledger.head, size))  # each is in one place
         summary = ledger.end_step()
-        total += Counter(drawn=summary.drawn, trained=summary.trained, dropped=summary.dropped.total())
+        total += Counter(drawn=summary.drawn, trained=len(summary.groups), dropped=summary.dropped.total())
         assert total["drawn"] == total["trained"] + total["dropped"] + summary.pending
-        assert summary.pending == len(pending) and summary.trained == len(chosen)
+        assert summary.pending == len(pending)
+        assert [number_of(group) for group in summary.groups] == sorted(chosen)
         if mode != "forget" and dice.random() < 0.3:  # a checkpoint: what runs is started again
             place, groups = ledger.place(1.0), [ledger.ready[number] for number in sorted(ledger.ready)]
             assert sorted([*place["pending"], *ledger.ready]) == sorted(pending) and place["undrawn"] == []

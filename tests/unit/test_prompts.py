@@ -134,11 +134,12 @@ def base(saved, tmp_path):
 
 def test_strings_go_in_as_they_are_without_a_template(base):
     templater = Templater(base, data_for(path="x"))
-    messages, text, tokens = templater.render(TRL)
+    messages, text, content = templater.content(TRL)
+    tokens = content.tokens_P
     assert (messages, text) == (({"role": "user", "content": "1+1="},), "1+1=")
     assert base.convert_ids_to_tokens(tokens) == ["<bos>", "1", "+", "1", "="] and tokens.dtype == np.int32
     for prompt in ("<bos>1+1=", "1+1="):  # one bos, not two
-        assert templater.render({"prompt": prompt})[2].tolist() == tokens.tolist()
+        assert templater.content({"prompt": prompt})[2].tokens_P.tolist() == tokens.tolist()
     assert base.convert_ids_to_tokens(templater.demonstration(TRL).tokens_S) == ["2", "<eos>"]
     assert templater.prompt(TRL, 0, 0).columns["prompt"] == "1+1="
 
@@ -149,16 +150,16 @@ def test_a_prompt_is_not_ended_by_its_tokenizer(base):
     special = [("<bos>", 1), ("<eos>", 2)]
     ends = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
     base.backend_tokenizer.post_processor = ends
-    tokens = Templater(base, data_for(path="x")).render(TRL)[2]
+    tokens = Templater(base, data_for(path="x")).content(TRL)[2].tokens_P
     assert base.convert_ids_to_tokens(tokens) == ["<bos>", "1", "+", "1", "="]
 
 
 def test_messages_and_system_prompts_need_a_template(base, tokenizer):
     with pytest.raises(UserError, match=r"data\.train: column 'prompt' holds messages: .*\(set model\.chat_template"):
-        Templater(base, data_for(path="x")).render(CHAT)
+        Templater(base, data_for(path="x")).content(CHAT)
     with pytest.raises(UserError, match=r"data\.system_prompt: .*no chat template .*model\.chat_template"):
         Templater(base, Data(train=Dataset(path="x"), system_prompt="add"))
-    assert Templater(tokenizer, data_for(path="x")).render(TRL)[1] == "<bos>1+1="  # where there is one, it is used
+    assert Templater(tokenizer, data_for(path="x")).content(TRL)[1] == "<bos>1+1="  # where there is one, it is used
 
 
 def test_missing_and_broken_tokenizers(tmp_path):
@@ -505,7 +506,8 @@ def test_reasoning_gym_refusals(monkeypatch):
 
 def test_render_text_and_tokens_agree(tokenizer):
     data = Data(train=Dataset(path="x"), system_prompt="sum: ")
-    messages, text, tokens = Templater(tokenizer, data).render(TRL)
+    messages, text, content = Templater(tokenizer, data).content(TRL)
+    tokens = content.tokens_P
     assert messages == ({"role": "system", "content": "sum: "}, {"role": "user", "content": "1+1="})
     assert text == "<bos>sum: 1+1="
     assert tokens.dtype == np.int32
@@ -561,7 +563,7 @@ def test_template_that_refuses_a_role(tokenizer):
     strict = build_char_tokenizer(ALPHABET)
     strict.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(UserError, match=r"rejects messages .*no system role \(change model\.chat_template"):
-        Templater(strict, data_for(path="x")).render(TRL)
+        Templater(strict, data_for(path="x")).content(TRL)
 
 
 def rows_of_lengths(lengths):

@@ -24,8 +24,7 @@ from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.machines import Machine
 from gcore.launch.plan import make_plan
 from gcore.launch.preflight import preflight
-from gcore.rewarding import client, judge_backend
-from gcore.rewarding.client import RetryDelays
+from gcore.rewarding.http import RetryDelays
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import RemoteBackend
 from gcore.rewarding.rewarder import WeightedRewarder
@@ -121,7 +120,7 @@ def test_the_path_is_joined(path):
     async def main():
         async with served(server) as url:
             source = judge_at(url + path)
-            await source.answer(group_of("2"), 0)
+            await source.answer(group_of("2"))
             await source.reach()
             source.close()
 
@@ -240,7 +239,7 @@ def test_retry_after_is_honoured(monkeypatch):
     async def sleep(seconds):
         slept.append(seconds)
 
-    monkeypatch.setattr(client, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr("gcore.rewarding.http.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
     assert score(server) == ([7.0], {"verdicts": 1, "http_retries": 1})
     (pause,) = slept
     assert 50 < pause <= 51
@@ -301,7 +300,7 @@ def test_no_server_at_the_url():
     with taken:
         source = judge_at(url, retries=2)
         with pytest.raises(RewardError, match=rf"{url}/chat/completions: ClientConnectorError: .*\(tried 3 times\)"):
-            asyncio.run(source.answer(group_of("2"), 0))
+            asyncio.run(source.answer(group_of("2")))
         source.close()
     assert source.counts == {"verdicts": 1, "http_retries": 2}
 
@@ -336,7 +335,7 @@ def test_a_url_without_a_version():
         async with served(Server((404, "Not Found"))) as url:
             source = judge_at(url)
             try:
-                await source.answer(group_of("2"), 0)
+                await source.answer(group_of("2"))
             finally:
                 source.close()
 
@@ -538,7 +537,7 @@ def test_a_server_that_says_nothing(monkeypatch):
     async def hang(request):
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(judge_backend, "REACH_S", 0.1)
+    monkeypatch.setattr("gcore.rewarding.http.REACH_S", 0.1)
     said = reach(Server(hang))
     assert said.startswith("rewards.judges.0.url: no answer from http://127.0.0.1:")
     assert said.endswith("/v1/models in 0.1 s")

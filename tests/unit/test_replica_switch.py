@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from bench.virtual_loop import VirtualLoop
 from gcore.clients import EngineClient
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.protocols import EngineStats, MemoryChange, RoleDied
-from gcore.simulate import VirtualLoop
 
 
 class Replica:

@@ -16,7 +16,8 @@ from gcore.clients import EngineClient
 from gcore.config import Config, load_config
 from gcore.controller import start_run
 from gcore.controller.checkpointing import Checkpointer
-from gcore.controller.replicas import Replicas, WeightResender
+from gcore.controller.engine_weights import EngineWeights
+from gcore.controller.replicas import Replicas
 from gcore.controller.status import LiveStatus
 from gcore.generation.pool import EnginePool
 from gcore.observe.trace import Tracer
@@ -41,16 +42,20 @@ class Handle:
         return version
 
 
-def make_replicas(*handles: Handle, shares_devices: bool = False) -> tuple[Replicas, WeightResender, EnginePool]:
+def make_replicas(*handles: Handle, shares_devices: bool = False) -> tuple[Replicas, EngineWeights, EnginePool]:
     pool = EnginePool([EngineClient(handle) for handle in handles])  # type: ignore[arg-type]
-    resender = WeightResender([], lambda: 0)
-    return Replicas(pool, [], resender, lambda text: None, shares_devices=shares_devices), resender, pool
+    weights = weights_of(pool)
+    return Replicas(pool, [], weights, lambda text: None, shares_devices=shares_devices), weights, pool
+
+
+def weights_of(pool: EnginePool) -> EngineWeights:
+    return EngineWeights(LocalGroup(Rendezvous(0, 1, None, Hub(1))), pool, [])
 
 
 def test_engines_on_the_trainers_devices_start_while_the_trainer_does_not_work():
     async def main() -> None:
-        replicas, resender, pool = make_replicas(Handle("engine-0"), Handle("engine-1"), shares_devices=True)
-        async with resender.training():
+        replicas, weights, pool = make_replicas(Handle("engine-0"), Handle("engine-1"), shares_devices=True)
+        async with weights.training():
             await replicas.begin_restart("judge-0")  # has devices of its own
             for name in ("engine-0", "engine-1"):
                 await replicas.mark_dead(name)
@@ -58,7 +63,7 @@ def test_engines_on_the_trainers_devices_start_while_the_trainer_does_not_work()
             await asyncio.sleep(0.01)
             assert not any(task.done() for task in starting)
         await asyncio.gather(*starting)  # both at the same time
-        trained = asyncio.ensure_future(step(resender))
+        trained = asyncio.ensure_future(step(weights))
         assert await replicas.restore("engine-0")
         await asyncio.sleep(0.01)
         assert not trained.done()
@@ -69,15 +74,15 @@ def test_engines_on_the_trainers_devices_start_while_the_trainer_does_not_work()
     asyncio.run(main())
 
 
-async def step(resender: WeightResender) -> None:
-    async with resender.training():
+async def step(weights: EngineWeights) -> None:
+    async with weights.training():
         pass
 
 
 def test_an_engine_with_its_own_devices_starts_at_any_time():
     async def main() -> None:
-        replicas, resender, _ = make_replicas(Handle("engine-0"))
-        async with resender.training():
+        replicas, weights, _ = make_replicas(Handle("engine-0"))
+        async with weights.training():
             await replicas.begin_restart("engine-0")
             restoring = asyncio.ensure_future(replicas.restore("engine-0"))
             await asyncio.sleep(0.01)
@@ -88,11 +93,9 @@ def test_an_engine_with_its_own_devices_starts_at_any_time():
 
 
 def test_the_transfer_of_each_step_knows_that_an_engine_is_another_process():
-    transfer = MagicMock()
-    pool = EnginePool([EngineClient(Handle("engine-0"))])  # type: ignore[arg-type]
-    replicas = Replicas(pool, [], WeightResender([], lambda: 0, transfer), lambda text: None)
+    replicas, weights, _ = make_replicas(Handle("engine-0"))
     asyncio.run(replicas.mark_dead("engine-0"))
-    transfer.mark_dead.assert_called_once_with("engine-0")
+    assert weights._transfer._unconnected == {"engine-0"}
 
 
 class Trainers:
@@ -109,12 +112,12 @@ class Trainers:
     my_ranks: ClassVar[list[Any]] = []
 
 
-def make_checkpointer(config: Config, trainers: Trainers, hub: Hub, resender: WeightResender) -> Checkpointer:
+def make_checkpointer(config: Config, trainers: Trainers, hub: Hub, weights: EngineWeights) -> Checkpointer:
     group = LocalGroup(Rendezvous(trainers.rank, hub.size, None, hub))
-    collector: Any = SimpleNamespace(
-        place=lambda: {"base": 0, "rate": 1.0}, prompts=SimpleNamespace(ready={}), saved=dict
-    )
-    parts = {"dispatcher": trainers, "placement": SimpleNamespace(saved=dict), "weight_resender": resender}
+    prompts = SimpleNamespace(place=lambda rate: {"base": 0, "rate": rate}, ready={})
+    collector: Any = SimpleNamespace(prompts=prompts, rate=1.0, saved=dict)
+    parts = {"dispatcher": trainers, "placement": SimpleNamespace(saved=dict), "weights": weights}
+    parts |= {"pool": SimpleNamespace(replicas=())}
     status = LiveStatus(trainers.rank, Tracer(None, ""))
     services: Any = SimpleNamespace(config=config, controllers=group, status=status, collector=collector, **parts)
     return Checkpointer(services, MagicMock(digest=""))
@@ -124,9 +127,9 @@ def test_an_engine_gets_no_weights_while_the_trainer_saves(tmp_path):
     """Two collectives of the trainer ranks at the same time: each rank could start with another one."""
 
     async def main() -> None:
-        replicas, resender, _ = make_replicas(Handle("engine-0"))
+        replicas, weights, _ = make_replicas(Handle("engine-0"))
         started, config = list[int](), load_config(write_recipe(tmp_path), ["checkpoint.every=2"])
-        checkpointer = make_checkpointer(config, Trainers(0, started), Hub(1), resender)
+        checkpointer = make_checkpointer(config, Trainers(0, started), Hub(1), weights)
         saving = asyncio.ensure_future(checkpointer.save_if_due(2))
         while not started:
             await asyncio.sleep(0)
@@ -135,7 +138,7 @@ def test_an_engine_gets_no_weights_while_the_trainer_saves(tmp_path):
         restoring.add_done_callback(lambda _: order.append("restored"))
         await asyncio.gather(saving, restoring)
         assert order == ["saved", "restored"]
-        async with resender.trainers_in_use:
+        async with weights.trainers_in_use:
             await checkpointer.save_if_due(3)  # none is due: the next rollout does not wait for a restart
         await checkpointer.close()
 
@@ -147,9 +150,9 @@ def test_no_controller_saves_before_controller_0_may(tmp_path):
     config, started = load_config(write_recipe(tmp_path), []), list[int]()
 
     async def main() -> None:
-        hub, resenders = Hub(2), [WeightResender([], lambda: 0) for _ in range(2)]
-        first, second = (make_checkpointer(config, Trainers(r, started), hub, resenders[r]) for r in range(2))
-        async with resenders[0].trainers_in_use:
+        hub, both = Hub(2), [weights_of(EnginePool([])) for _ in range(2)]
+        first, second = (make_checkpointer(config, Trainers(r, started), hub, both[r]) for r in range(2))
+        async with both[0].trainers_in_use:
             saving = [asyncio.ensure_future(each.save_if_due(config.run.steps)) for each in (first, second)]
             await asyncio.sleep(0.01)
             assert not started
@@ -162,11 +165,11 @@ def test_no_controller_saves_before_controller_0_may(tmp_path):
 
 def test_an_engine_that_dies_again_gives_the_devices_back(saved, tmp_path):
     async def main() -> None:
-        replicas, resender, _ = make_replicas(Handle("engine-0", dies=True), shares_devices=True)
-        await resender.load_saved(tmp_path, {})
+        replicas, weights, _ = make_replicas(Handle("engine-0", dies=True), shares_devices=True)
+        await weights.load_saved(tmp_path, {})
         await replicas.begin_restart("engine-0")
         assert not await replicas.restore("engine-0")
-        await asyncio.wait_for(step(resender), 10)
+        await asyncio.wait_for(step(weights), 10)
 
     asyncio.run(main())
 
@@ -187,8 +190,8 @@ def saved(monkeypatch) -> dict[str, torch.Tensor]:
 def test_an_engine_restarted_in_an_evaluation_gets_the_evaluated_weights(saved, tmp_path):
     async def main() -> None:
         handles = [Handle("engine-0"), Handle("engine-1")]
-        replicas, resender, pool = make_replicas(*handles)
-        await resender.load_saved(tmp_path, dict(enumerate(pool.replicas)))
+        replicas, weights, pool = make_replicas(*handles)
+        await weights.load_saved(tmp_path, dict(enumerate(pool.replicas)))
         handles[1].weights.clear()  # a new process
         assert await replicas.restore("engine-1")
         for handle in handles:
@@ -210,11 +213,11 @@ def test_an_engine_that_is_dead_when_an_evaluation_starts(saved, monkeypatch, tm
 
     async def main() -> None:
         handles = [Handle("engine-0"), Handle("engine-1", dies=True)]
-        replicas, resender, pool = make_replicas(*handles)
+        replicas, weights, pool = make_replicas(*handles)
         config = MagicMock(run=SimpleNamespace(resume=str(tmp_path)))
         config.trains_on_answers.return_value = False
         group = LocalGroup(Rendezvous(0, 1, None, Hub(1)))
-        parts = {"pool": pool, "weight_resender": resender, "controllers": group}
+        parts = {"pool": pool, "weights": weights, "controllers": group}
         await start_run.open_evaluation(SimpleNamespace(config=config, **parts))  # type: ignore[arg-type]
         assert [*pool.alive()] == [0] and handles[0].weights.keys() == saved.keys()
         handles[1].dies = False

@@ -15,10 +15,13 @@ from gcore.config.rewards import RewardFunction
 from gcore.content.tokens import Tokens
 from gcore.prompts.tasks import make_task
 from gcore.rewarding import rules
-from gcore.rewarding.functions import FunctionSource, adapt, load_reward
+from gcore.rewarding.functions import FunctionSource, answer_here, calls_of
 from gcore.rewarding.rewarder import WeightedRewarder
+from gcore.rewarding.signatures import load_reward, recognise
 from gcore.types import Prompt, RewardError, Rollout, UserError
 from gcore.user_functions import load_function
+
+KEY = "rewards.functions"
 
 
 def group_of(*texts: str, messages=({"role": "user", "content": "1+1="},), **columns) -> list[Rollout]:
@@ -56,7 +59,8 @@ def score(rewarder: WeightedRewarder, group):
 
 
 def call(function, group, **args):
-    return asyncio.run(adapt(function, args)(group))
+    loaded = recognise(function, args, KEY)
+    return asyncio.run(answer_here(loaded, calls_of(loaded, group), len(group)))
 
 
 # --- shipped rules
@@ -189,7 +193,7 @@ def test_trl_strings_and_columns():
         return [1.0, None]
 
     group = group_of("2", "3", prompt="1+1=", answer="2", level=4, unwanted=5)
-    assert adapt(function).style == "trl"
+    assert recognise(function, {}, KEY).style == "trl"
     assert call(function, group).values == [1.0, None]
     assert seen["prompts"] == ["1+1=", "1+1="]
     assert seen["completions"] == ["2", "3"]
@@ -239,7 +243,7 @@ def test_verl_one_call_a_sample():
 
     group = group_of("2", "3", data_source="math", answer="2", extra_info={"i": 1}, reward_model={})
     answer = call(compute_score, group, scale=3)
-    assert adapt(compute_score).style == "verl"
+    assert recognise(compute_score, {}, KEY).style == "verl"
     assert answer.values == [3.0, 0.0]
     assert answer.extras == [{"acc": 1.0}, {"acc": 1.0}]
     assert calls == [("math", "2", "2", {"i": 1}, {}), ("math", "3", "2", {"i": 1}, {})]
@@ -259,7 +263,7 @@ def test_openrlhf_lists_dicts_and_tensors():
         }
 
     answer = call(reward_func, group_of("2", "3", answer="2"))
-    assert adapt(reward_func).style == "openrlhf"
+    assert recognise(reward_func, {}, KEY).style == "openrlhf"
     assert answer.values == [1.0, 0.5]
     assert answer.extras == [{"scores": 0.25, "length": 3.0}, {"scores": 0.75, "length": 4.0}]
     assert seen["queries"] == ["<bos>1+1=2", "<bos>1+1=3"]
@@ -300,7 +304,7 @@ def test_async_functions_run_on_the_loop_and_sync_ones_off_it():
 @pytest.mark.parametrize("function", [lambda x: 1, lambda solution_str: 1, lambda *a, **k: 1, print, dict.fromkeys])
 def test_unknown_signatures_show_the_three(function):
     with pytest.raises(UserError, match=r"rewards\.functions\.path: .*\[TRL\].*\[verl\].*\[OpenRLHF\]"):
-        adapt(function)
+        recognise(function, {}, KEY)
 
 
 def test_arguments_that_no_function_takes():

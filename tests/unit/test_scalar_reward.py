@@ -25,7 +25,7 @@ from gcore.content.tokens import Tokens
 from gcore.models.networks import load_model, load_scorer, score_texts
 from gcore.observe.trace import Tracer
 from gcore.prompts.answers import load_answered, pair_of
-from gcore.prompts.source import Answers, Measured, Templater, measure
+from gcore.prompts.source import AnswerLimits, Measured, Templater, measure
 from gcore.prompts.tokenizer import load_tokenizer, with_padding
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.scalar import ScalarModel, ScalarSource, padded_width
@@ -565,9 +565,7 @@ def templater_of(file: Path) -> Templater:
 def measured(file: Path) -> Measured:
     templater = templater_of(file)
     rows = load_answered(templater.spec, OBJECTIVES["reward_model"], "data.train")
-    return measure(
-        rows, templater, 20, answers=Answers(lambda row: [a for a, _ in templater.answers(row, ())], 9, True)
-    )
+    return measure(rows, templater, 20, answers=AnswerLimits(9, True))
 
 
 def test_pairs_become_conversations(tmp_path):
@@ -580,7 +578,7 @@ def test_pairs_become_conversations(tmp_path):
     templater = templater_of(file)
     pairs = load_answered(templater.spec, OBJECTIVES["reward_model"], "data.train")
     for index, (chosen, rejected) in ((0, ("2", "3")), (2, ("2", "11"))):
-        answers = [answer for answer, _ in templater.answers(pairs[index], ())]
+        answers = [answer for answer, _ in templater.answers(pairs[index])]
         assert [a.tokens_T.tolist() for a in answers] == [tokens(f"1+1={t}").tolist() for t in (chosen, rejected)]
         assert [a.num_steps for a in answers] == [1, 1]
 

@@ -52,7 +52,7 @@ def test_it_sees_the_prompt_and_pictures_that_are_answers(tmp_path: Path):
     source, asked = judge(SEEING)
     prompt_image, made = store(picture(0), tmp_path), store(picture(1), tmp_path)
     group = [rollout(0, "2", [prompt_image]), rollout(1, made, [prompt_image])]
-    answer = asyncio.run(source.answer(group, 0))
+    answer = asyncio.run(source.answer(group))
     assert answer.values == [3.0, 3.0]
     assert [
         [np.asarray(m.pixels.read() if hasattr(m.pixels, "read") else m.pixels).tolist() for m in q.media]
@@ -66,10 +66,10 @@ def test_it_sees_the_prompt_and_pictures_that_are_answers(tmp_path: Path):
 
 def test_a_blind_judge_reads(tmp_path: Path):
     source, asked = judge(BLIND)
-    asyncio.run(source.answer([rollout(0, "2", [store(picture(0), tmp_path)])], 0))
+    asyncio.run(source.answer([rollout(0, "2", [store(picture(0), tmp_path)])]))
     assert asked[0].media == () and asked[0].size == 3
     source, asked = judge(SEEING, images=False)
-    asyncio.run(source.answer([rollout(0, "2", [picture(0)])], 0))
+    asyncio.run(source.answer([rollout(0, "2", [picture(0)])]))
     assert asked[0].media == ()
     with pytest.raises(UserError, match=r"rewards\.judges\.0\.images=true: its model takes no images"):
         judge(BLIND, images=True)
@@ -78,7 +78,7 @@ def test_a_blind_judge_reads(tmp_path: Path):
 def test_images_count_in_the_length_limit():
     source, _ = judge(SEEING, max_prompt_length=8)
     with pytest.raises(RewardError, match="the judge's prompt has 9 tokens; expected at most 8"):
-        asyncio.run(source.answer([rollout(0, "2", [picture(0)])], 0))
+        asyncio.run(source.answer([rollout(0, "2", [picture(0)])]))
 
 
 def test_a_server_gets_png():
@@ -96,7 +96,7 @@ def test_judges_get_no_videos():
     frames = np.stack([picture(0), picture(1)])
     source, _ = judge(SEEING)
     with pytest.raises((UserError, RewardError), match="a video; expected images: judges get no videos"):
-        asyncio.run(source.answer([rollout(0, "2", [frames])], 0))
+        asyncio.run(source.answer([rollout(0, "2", [frames])]))
     spec = RemoteJudge(name="critic", url="http://127.0.0.1:1/v1", template="{{ response }}?", images=True)
     message = {"role": "user", "content": [{"type": "image", "image": frames}]}
     with pytest.raises(UserError, match="a video; expected images: judges get no videos"):

@@ -15,8 +15,9 @@ from gcore.observe.page_data import read_recording
 from gcore.placement.baselines import ColocatedRule, StaticRule
 from gcore.placement.grid import POLICY, Move, Split, split_by
 from gcore.placement.guard import DynamicRule
+from gcore.placement.meters import quantiles
 from gcore.simulate import run as runs
-from gcore.simulate.cluster import PromptCursor, Simulation, State, quantiles
+from gcore.simulate.cluster import PromptCursor, Simulation, State
 from gcore.simulate.run import NAMES, evenly, expected_view, first_state, simulate
 from gcore.simulate.scenario import (
     CHUNK,
@@ -93,10 +94,13 @@ def test_tiny_case_by_hand():
     assert found.drawn == 3
     generated, judged = 0.015 + 100 * 0.0115, 0.045 + 10 * 0.0115
     assert found.seconds == pytest.approx(generated + judged + 2 * 0.004)
-    assert found.busy_s == {POLICY: pytest.approx(generated), JUDGE: pytest.approx(judged)}
-    assert found.owned_s == {POLICY: pytest.approx(found.seconds), JUDGE: pytest.approx(found.seconds)}
-    assert found.idle == pytest.approx(1 - (generated + judged) / (2 * found.seconds))
-    assert found.lengths == [100, 100] and found.moves == []
+    assert found.timeline.busy_s == {POLICY: pytest.approx(generated), JUDGE: pytest.approx(judged)}
+    assert found.timeline.owned_s == {
+        POLICY: pytest.approx(found.seconds),
+        JUDGE: pytest.approx(found.seconds),
+    }
+    assert found.timeline.idle == pytest.approx(1 - (generated + judged) / (2 * found.seconds))
+    assert found.lengths == [100, 100] and found.timeline.moves == []
 
 
 @seeds(5, 20)
@@ -112,14 +116,15 @@ def test_invariants(name, seed):
     unfinished = {job.tag.group for device in simulation.policy.devices for job in device.jobs()}
     unfinished |= {call.group for queue in simulation.policy.queues for _, _, call in queue.calls}
     assert len(unfinished) <= generating, "the others are on their way to the judge"
-    owned, busy = sum(found.owned_s.values()), sum(found.busy_s.values())
-    assert owned + found.switch_s == pytest.approx(found.seconds * case.slots)
-    assert busy <= owned + 1e-9 and found.idle == pytest.approx(1 - busy / (found.seconds * case.slots))
-    for block in range(case.grid.num_blocks):  # the segments of a block follow each other without a gap
-        pieces = sorted((start, end) for b, _, start, end, _ in found.segments if b == block)
+    owned, busy = sum(found.timeline.owned_s.values()), sum(found.timeline.busy_s.values())
+    assert owned + found.timeline.switch_s == pytest.approx(found.seconds * case.slots)
+    assert busy <= owned + 1e-9 and found.timeline.idle == pytest.approx(1 - busy / (found.seconds * case.slots))
+    intervals = found.timeline.intervals
+    for slot in range(case.slots):  # the intervals of a slot follow each other without a gap
+        pieces = sorted((each["start"], each["end"]) for each in intervals if each["slot"] == slot)
         assert pieces[0][0] == 0.0 and pieces[-1][1] == pytest.approx(found.seconds)
         assert all(a[1] == pytest.approx(b[0]) for a, b in itertools.pairwise(pieces))
-    assert all(0.0 <= share <= 1.0 + 1e-9 for *_, share in found.segments)
+    assert all(0.0 <= each.get("busy", 0.0) <= 1.0 + 1e-9 for each in intervals)
 
 
 class Shuffle:
@@ -152,7 +157,7 @@ def test_moves_lose_no_request_and_no_token(seed):
             fleet.ended = ended_of
 
     simulation, found = rollout(case, rule=Shuffle(seed), watch=watch)
-    assert len(found.moves) > 5
+    assert len(found.timeline.moves) > 5
     for role, fleet in simulation.fleets.items():
         assert len(set(ended[role])) == len(ended[role]), "no group ends twice"
         jobs = [job for device in fleet.devices for job in device.jobs()]
@@ -174,7 +179,7 @@ def test_a_finished_simulation_leaves_no_garbage():
     gc.disable()
     try:
         simulation, found = rollout(case, rule=Shuffle(1))
-        assert found.moves and simulation.policy.in_progress > 0
+        assert found.timeline.moves and simulation.policy.in_progress > 0
         del simulation, found
         assert gc.collect() == 0
     finally:
@@ -371,7 +376,8 @@ def test_a_step_can_be_repeated_from_the_same_state():
     work, splits = StepWork(case, 2), [split_by(case.grid, {POLICY: n, JUDGE: 4 - n}) for n in (2, 1, 2)]
     one, other, again = (Simulation(work, split, STATIC, state).run() for split in splits)
     assert (state.cursors, dict(state.lengths), state.rate, state.seconds) == kept
-    assert one == again and one.seconds != other.seconds and one.state != state
+    assert (one.state, one.timeline.intervals) == (again.state, again.timeline.intervals)
+    assert one.lengths == again.lengths and one.seconds != other.seconds and one.state != state
 
 
 def test_the_oracle_continues_from_its_fastest_rollout():

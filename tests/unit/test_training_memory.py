@@ -264,7 +264,7 @@ def test_close_calls_and_misses():
 
 def test_32b_by_tensor_parallel_size():
     results = memory_by_width(SHAPES["32B"], [], 8, GPUS["h200"], Workload(), Constraints())
-    found = {(r.trainer.rank.tensor_parallel, r.micro_tokens): r for r in results}
+    found = {(r.trainer.rank.tensor_parallel, r.trainer.rank.max_tokens): r for r in results}
     assert set(found) == {(tp, tokens) for tp in (1, 2, 4, 8) for tokens in (16384, 32768)}
     assert not any(result.problems for result in results)
     first = found[1, 16384].trainer
@@ -273,5 +273,5 @@ def test_32b_by_tensor_parallel_size():
     assert found[8, 32768].trainer.rank.offload == "optimizer"
     longer = Constraints(max_tokens_per_gpu=10_000, checkpointing=False)
     fits, too_long = memory_by_width(SHAPES["7B"], [], 1, GPUS["h200"], Workload(), longer)
-    assert not fits.problems and too_long.micro_tokens == 20_000 and "needs 177 GB" in too_long.problems[0]
+    assert not fits.problems and too_long.trainer.rank.max_tokens == 20_000 and "needs 177 GB" in too_long.problems[0]
     assert memory_by_width(SHAPES["32B"], [], 1, GPUS["h200"], Workload(), Constraints())[0].problems

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gcore.driver import start_report
-from gcore.driver.start_report import ready_kinds, reporting_start
+from gcore.driver import start
+from gcore.driver.start import ready_kinds, reporting_start
 
 WANTED = {"engine": 2, "trainer": 1, "judge-critic": 1, "scorer-nice": 0, "controller": 1}
 
@@ -38,7 +38,7 @@ class Starting:
 
 
 def notes_of(runtime: Any, result: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(start_report, "START_POLL_S", 0.001)
+    monkeypatch.setattr(start, "START_POLL_S", 0.001)
     notes: list[str] = []
 
     async def starting() -> Any:
