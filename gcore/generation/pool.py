@@ -36,7 +36,6 @@ MAX_CALLS = 2048  # whose response lengths are held between two reports
 
 
 R = TypeVar("R", EngineClient, ScorerClient)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
