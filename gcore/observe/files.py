@@ -75,7 +75,7 @@ class RecordFile(LineFile):
 
 def no_link(path: str, flags: int) -> int:
     """An opener: OSError for a symbolic link."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextlib.contextmanager
