@@ -157,6 +157,7 @@ def member(rank: int, ranks: int, address: str, folder: str, rounds: int) -> Non
     from gcore.protocols import Rendezvous
     from gcore.runtime.gloo import join
     from gcore.training import objective
+    from gcore.training.backend import NewNetwork
     from gcore.training.fsdp import FsdpBackend
     from gcore.training.objective import StepData
 
@@ -166,7 +167,7 @@ def member(rank: int, ranks: int, address: str, folder: str, rounds: int) -> Non
     config = load_config(ROOT / "recipes" / "quickstart.yaml", keys)
     cpu, tokenizer = torch.device("cpu"), load_tokenizer(config.model)
     make = partial(load_model, config.model, tokenizer, 0, torch.float32, cpu)
-    backend = FsdpBackend(config, make, cpu, torch.float32, shard=ranks)
+    backend = FsdpBackend(config, {"policy": NewNetwork(make)}, cpu, torch.float32, shard=ranks)
     samples, cost = samples_of(ranks), model_shape(config.model, "model").cost
     data = StepData({sample.key: sample for sample in samples})
     data.columns["advantages"] = {s.key: torch.full((s.num_steps,), s.reward) for s in samples}

@@ -55,10 +55,11 @@ from gcore.preparation.samples import meta_of  # noqa: E402
 from gcore.prompts.tokenizer import load_tokenizer  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.gloo import join  # noqa: E402
-from gcore.training import loading  # noqa: E402
+from gcore.training.backend import NewNetwork  # noqa: E402
 from gcore.training.fsdp import FsdpBackend  # noqa: E402
 from gcore.training.rank import TrainerRank  # noqa: E402
 from gcore.types import Sample, Written  # noqa: E402
+from gcore.weights.pretrained import open_weights  # noqa: E402
 
 FAULTS = 10_000
 GPU_TOLERANCE = 0.02  # of the norms of gradients
@@ -83,10 +84,10 @@ def config_of(args: argparse.Namespace, asynchronous: bool) -> Config:
 
 def trainer_of(config: Config, device: torch.device, threads: int) -> TrainerRank:
     tokenizer = load_tokenizer(config.model)
-    given = {"model": config.model, "seed": 0, "device": device, "tokenizer": tokenizer}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    make, fill = partial(make_empty, config.model, tokenizer), partial(loading.fill, **given)
-    backend = partial(FsdpBackend, config, make, device, dtype, fill=fill)
+    weights = partial(open_weights, model=config.model, seed=0, tokenizer=tokenizer)
+    policy = NewNetwork(partial(make_empty, config.model, tokenizer), open=weights)
+    backend = partial(FsdpBackend, config, {"policy": policy}, device, dtype)
     return TrainerRank(config, backend, 0, threads, Tracer(None, "trainer-0"))
 
 

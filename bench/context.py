@@ -41,6 +41,7 @@ from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.gloo import join  # noqa: E402
 from gcore.training import objective  # noqa: E402
+from gcore.training.backend import NewNetwork  # noqa: E402
 from gcore.training.context import padding_of  # noqa: E402
 from gcore.training.fsdp import FsdpBackend  # noqa: E402
 from gcore.training.objective import StepData  # noqa: E402
@@ -137,7 +138,8 @@ def samples_of(tokens: int) -> list[Sample]:
 def run_case(case: tuple[int, str, int, int, bool], tokens: int) -> dict[str, Any]:
     k, method, heads, key_heads, checkpointing = case
     config, samples = config_of(method, checkpointing), samples_of(tokens)
-    backend = FsdpBackend(config, lambda: network_of(heads, key_heads, tokens), torch.device("cpu"), torch.float32)
+    policy = NewNetwork(lambda: network_of(heads, key_heads, tokens))
+    backend = FsdpBackend(config, {"policy": policy}, torch.device("cpu"), torch.float32)
     micro = MicroBatch((tuple(s.key for s in samples),), tokens, k)
     mini = MiniBatch((micro,), sum(s.num_steps for s in samples), len(samples))
     data, loss = StepData({s.key: s for s in samples}), objective.imitation(mini)

@@ -36,7 +36,8 @@ from gcore.preparation.balance import make_layout  # noqa: E402
 from gcore.preparation.samples import meta_of  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.gloo import join  # noqa: E402
-from gcore.training.fsdp import FsdpBackend  # noqa: E402
+from gcore.training.backend import NewNetwork  # noqa: E402
+from gcore.training.fsdp import FsdpBackend, FsdpNetwork  # noqa: E402
 from gcore.training.rank import TrainerRank  # noqa: E402
 from gcore.types import Sample, TrainBatch  # noqa: E402
 
@@ -156,13 +157,14 @@ def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> 
         }
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    backend = partial(FsdpBackend, config, lambda: network_of(args, device), device, dtype)
+    backend = partial(FsdpBackend, config, {"policy": NewNetwork(lambda: network_of(args, device))}, device, dtype)
     return TrainerRank(config, backend, rank=0, threads=2, tracer=Tracer(None, "trainer-0"))
 
 
 def policy_of(trainer: TrainerRank) -> Any:
-    assert isinstance(trainer.backend, FsdpBackend)
-    return trainer.backend.networks["policy"]
+    policy = trainer.backend.networks["policy"]
+    assert isinstance(policy, FsdpNetwork)
+    return policy.model
 
 
 def with_advantages(batch: TrainBatch, samples: list[Sample]) -> TrainBatch:
@@ -227,7 +229,7 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
     plain, ours, theirs = network_of(args, device).to(dtype), [], []
     for micro in batch.mini_batches[0].micro_batches:
         packed = to_tensors(micro, by_key, device, policy.varlen)
-        found, _ = policy(*packed.inputs)
+        found, _ = policy(packed)
         for i, key in enumerate(packed.keys):
             content = by_key[key].content
             tokens = torch.from_numpy(tokens_of(content).tokens_T.astype(np.int64)).to(device)

@@ -83,7 +83,7 @@ def measure(prompt_length: int, response: int) -> dict[str, float]:
     width = -(-(prompt_length + response) // 32) * 32
     packed = to_tensors(MicroBatch(((sample.key,),), width), {sample.key: sample}, torch.device("cpu"))
     with torch.no_grad():
-        trained, _ = LogprobModel(network).eval()(*packed.inputs)
+        trained, _ = LogprobModel(network).eval()(packed)
     difference = float(np.abs(trained.numpy() - found[0].logprobs_S).max())
     return {
         "prompt": prompt_length,

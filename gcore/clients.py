@@ -30,7 +30,7 @@ class Client:
         return self.handle.name
 
 
-class Remote(Generic[P, T]):
+class RemoteMethod(Generic[P, T]):
     """A method of a role, called in the role's process. Arguments are positional."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
@@ -44,12 +44,12 @@ class EngineClient(Client):
     """Of an engine of the policy or of a judge."""
 
     __slots__ = ()
-    generate = Remote(Engine.generate)
-    abort = Remote(Engine.abort)
-    sleep = Remote(Engine.sleep)
-    wake = Remote(Engine.wake)
-    reset = Remote(Engine.reset)
-    stats = Remote(Engine.stats)
+    generate = RemoteMethod(Engine.generate)
+    abort = RemoteMethod(Engine.abort)
+    sleep = RemoteMethod(Engine.sleep)
+    wake = RemoteMethod(Engine.wake)
+    reset = RemoteMethod(Engine.reset)
+    stats = RemoteMethod(Engine.stats)
 
     async def load_weights(
         self, version: int, weights: Weights | Ref[Weights], bucket: tuple[int, int] = (0, 1)
@@ -59,29 +59,29 @@ class EngineClient(Client):
 
 class ScorerClient(Client):
     __slots__ = ()
-    score = Remote(Scorer.score)
-    stats = Remote(Scorer.stats)
+    score = RemoteMethod(Scorer.score)
+    stats = RemoteMethod(Scorer.stats)
 
 
 class RankClient(Client):
     __slots__ = ()
-    info = Remote(Rank.info)
-    begin = Remote(Rank.begin)
-    push = Remote(Rank.push)
-    update = Remote(Rank.update)
-    snapshot = Remote(Rank.snapshot)
-    write = Remote(Rank.write)
-    abandon = Remote(Rank.abandon)
-    load = Remote(Rank.load)
+    info = RemoteMethod(Rank.info)
+    begin = RemoteMethod(Rank.begin)
+    push = RemoteMethod(Rank.push)
+    update = RemoteMethod(Rank.update)
+    snapshot = RemoteMethod(Rank.snapshot)
+    write = RemoteMethod(Rank.write)
+    abandon = RemoteMethod(Rank.abandon)
+    load = RemoteMethod(Rank.load)
 
 
 class TrainerClient(RankClient):
     __slots__ = ()
-    prepare = Remote(Trainer.prepare)
-    penalties = Remote(Trainer.penalties)
-    take_values = Remote(Trainer.take_values)
-    evaluate = Remote(Trainer.evaluate)
-    weight_plan = Remote(Trainer.weight_plan)
+    prepare = RemoteMethod(Trainer.prepare)
+    penalties = RemoteMethod(Trainer.penalties)
+    take_values = RemoteMethod(Trainer.take_values)
+    evaluate = RemoteMethod(Trainer.evaluate)
+    weight_plan = RemoteMethod(Trainer.weight_plan)
 
     def weight_bucket(self, index: int, receivers: Receivers) -> Ref[Weights]:
         """Starts the call; the bucket stays in the rank's process until an engine reads it."""
@@ -90,9 +90,9 @@ class TrainerClient(RankClient):
 
 class CriticClient(RankClient):
     __slots__ = ()
-    prepare = Remote(CriticTrainer.prepare)
-    values = Remote(CriticTrainer.values)
-    take_penalties = Remote(CriticTrainer.take_penalties)
+    prepare = RemoteMethod(CriticTrainer.prepare)
+    values = RemoteMethod(CriticTrainer.values)
+    take_penalties = RemoteMethod(CriticTrainer.take_penalties)
 
     async def load_policy(self, weights: Weights | Ref[Weights]) -> None:
         await self.handle.call("load_policy", weights)
@@ -102,12 +102,12 @@ class ControllerClient(Client):
     """For the driver."""
 
     __slots__ = ()
-    run = Remote(Controller.run)
-    evaluate = Remote(Controller.evaluate)
-    status = Remote(Controller.status)
-    mark_dead = Remote(Controller.mark_dead)
-    begin_restart = Remote(Controller.begin_restart)
-    restore = Remote(Controller.restore)
-    mark_alive = Remote(Controller.mark_alive)
-    finished_step = Remote(Controller.finished_step)
-    go_on = Remote(Controller.go_on)
+    run = RemoteMethod(Controller.run)
+    evaluate = RemoteMethod(Controller.evaluate)
+    status = RemoteMethod(Controller.status)
+    mark_dead = RemoteMethod(Controller.mark_dead)
+    begin_restart = RemoteMethod(Controller.begin_restart)
+    restore = RemoteMethod(Controller.restore)
+    mark_alive = RemoteMethod(Controller.mark_alive)
+    finished_step = RemoteMethod(Controller.finished_step)
+    go_on = RemoteMethod(Controller.go_on)

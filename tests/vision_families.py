@@ -196,7 +196,7 @@ def computed(model: Any, samples: Mapping[Key, Sample], rows: list[list[Key]]) -
     width = max(sum(samples[key].content.size for key in row) for row in rows)
     packed = model.pack(MicroBatch(tuple(map(tuple, rows)), width), samples, ALONE)
     with torch.no_grad():
-        found = model(*packed.inputs)[0]
+        found = model(packed)[0]
     return {key: found[packed.sample_S == i].numpy() for i, key in enumerate(packed.keys)}
 
 

@@ -61,7 +61,15 @@ def _export(run: Path, checkpoint: Path, folder: Path) -> int:
     config = load_config(run / "config.yaml")
     for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
         _check_place(place)
-    return kind_of(config).export(checkpoint, folder, adapter_folder(folder))
+    from safetensors import SafetensorError
+
+    try:
+        return kind_of(config).export(checkpoint, folder, adapter_folder(folder))
+    except (OSError, SafetensorError) as error:  # the disk is full, or a share is gone
+        raise UserError(
+            f"{folder}: not exported: {' '.join(str(error).split())}; delete what was written there, and try again "
+            "where there is enough space"
+        ) from error
 
 
 def export_language_model(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from gcore.config.algorithm import Algorithm
 from gcore.config.base import Section
+from gcore.config.engines import engines_with
 from gcore.config.leaves import leaves_of
 from gcore.config.presets import preset_values
 from gcore.config.tree import Config
@@ -147,5 +148,5 @@ def _samples(config: Config) -> Iterator[str]:
         yield (
             f"generation.top_p={generation.top_p}, top_k={generation.top_k}: importance weights compare full "
             "distributions and do not correct for tokens that are never sampled; use top_p=1 and top_k=0, or "
-            "keep_sampling_mask=true with engine=embedded"
+            f"keep_sampling_mask=true with engine={engines_with('sampling_mask')}"
         )

@@ -9,15 +9,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from gcore.config.engines import ENGINES, EngineName, EngineTraits
+from gcore.config.engines import DEFAULT_ENGINE, ENGINES, EngineName, EngineTraits
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]  # clocks overflow above 9e9
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger one
+
+LARGEST = 1e30  # float32 ends at 3e38, and numbers are multiplied
 
 
 def _folder_name(name: str) -> str:
@@ -59,6 +61,13 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="after")
+    def _fits_float32(self) -> Self:
+        for name, value in self:
+            if isinstance(value, float) and abs(value) > LARGEST:
+                raise ValueError(f"{name}={value:g}; expected a number of at most {LARGEST:g}")
+        return self
 
 
 class BuildVision(Section):
@@ -259,7 +268,7 @@ class EmulatedDevice(Section):
 class Serving(Section):
     """How a language model is served, as policy or as judge."""
 
-    engine: EngineName = "embedded"
+    engine: EngineName = DEFAULT_ENGINE
     """`embedded`: transformers models in G-Core's own batched engine; `vllm`, `sglang`: vLLM or SGLang, which must be
     installed, see docs/engines.md; `emulated`: random tokens from an emulated device that only sleeps, see
     docs/placement.md."""

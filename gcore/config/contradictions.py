@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gcore.config.denoising import check_denoising
+from gcore.config.engines import engines_with
 from gcore.config.megatron import TRAINER
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _check_objective(config: Config) -> None:
         raise ValueError(
             f"generation.temperature={config.generation.temperature}: the teacher {at_one[0].name!r} is on "
             f"engine={at_one[0].engine}, which returns logprobs of given tokens at temperature 1 only; expected 1, "
-            "or engine=embedded for the teacher"
+            f"or engine={engines_with('scores_at_any_temperature')} for the teacher"
         )
     if config.objective == "reward_model":
         _check_reward_model(config)

@@ -39,7 +39,7 @@ class Run(Section):
     """Seed of all randomness: data order, sampling noise, weights of a model built from scratch."""
     steps: Count | Auto = "auto"
     """Training steps. `auto`: those of `epochs`; 100 without `epochs`."""
-    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
     """Length of the run in passes over `data.train`: `epochs` x rows / `sampling.prompts_per_step` steps, rounded up.
     Rows that are dropped (too long, bad images) do not count: all are read before the run starts. An epoch counts the
     prompts that are trained on; those that `sampling.filter` drops are drawn in addition. If `steps` is a number too,

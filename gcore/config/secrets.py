@@ -5,7 +5,8 @@
 
 What is a secret: below `args` and `extra`, whose keys are the user's, a value whose key says so; in any text a value of
 a known form (`hf_...`, `Bearer ...`, a JWT, a PEM key), the user and password of a URL, and parameters of a URL whose
-names say so. A name says so by its words, not by parts of them: `api_key`, but not `tokenizer` or `answer_key`.
+names say so; in a configuration also options of commands (`--api-key=...`) and `NAME=value`. A name says so by its
+words, not by parts of them: `api_key`, but not `tokenizer` or `answer_key`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from gcore.config.leaves import leaves_of
@@ -49,6 +51,7 @@ FORMS = re.compile(
     r"|\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{8,}|(?:AKIA|ASIA)[0-9A-Z]{12,}"
     r"|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,}"
     r"|nvapi-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]{16,}|(?<=/api/webhooks/)\d+/[\w-]{16,}"
     r"|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[A-Za-z0-9+/]{8,}={0,2}",
     re.DOTALL,
 )
@@ -57,7 +60,7 @@ MARKS: tuple[str, ...] = (  # one of them is in any text of these forms, or in a
     *("Bearer ", "Basic ", "://"),
 )
 USER = re.compile(r"(?<=://)(?:[^\s/?#@:]*:([^\s/?#@]*)|[^\s/?#@:]{16,})(?=@)")
-PARAMETER = re.compile(r"(?<=[?&;])([\w.-]+)=([^\s&;#\"'<>\\]+)")
+PARAMETER = re.compile(r"(?<![\w.-])([\w.-]+)=([^\s&;#\"'<>\\]+)")
 IN_URLS = ("key", "code")  # parameters that are secrets only there
 To = Callable[[str], str]
 
@@ -108,7 +111,8 @@ def _mapped(value: Any, to: To, is_free: bool = False, is_secret: bool = False) 
             for k, v in value.items()
         }
     if isinstance(value, list):
-        return [_mapped(v, to, is_free, is_secret) for v in value]
+        before = [None, *value]  # ["--token", "..."]
+        return [_mapped(v, to, is_free, is_secret or _is_option(b, v)) for b, v in zip(before, value, strict=False)]
     if is_secret and value is not None and not isinstance(value, bool):
         return to(str(value))
     return _without(value, to) if isinstance(value, str) else value
@@ -137,10 +141,21 @@ def _without(text: str, to: To, known: list[str] | None = None) -> str:
     if any(mark in text for mark in MARKS):
         text = FORMS.sub(lambda match: to(match[0]), text)
         text = USER.sub(lambda match: (to(match[1] or ""), to(match[0]))[1], text)
-    if "=" in text and ("?" in text or "&" in text):
-        text = PARAMETER.sub(lambda match: f"{match[1]}={to(match[2])}" if _in_url(match[1]) else match[0], text)
+    if "=" in text and (known is None or "?" in text or "&" in text):
+        is_secret = partial(_is_parameter, in_config=known is None)
+        text = PARAMETER.sub(lambda match: f"{match[1]}={to(match[2])}" if is_secret(match) else match[0], text)
     return text
 
 
-def _in_url(name: str) -> bool:
-    return name.lower() in IN_URLS or _says_so(name, "")
+def _is_parameter(found: re.Match[str], in_config: bool) -> bool:
+    """`in_config`: elsewhere, such as in a program of a sample, `token=x` is an argument of a function."""
+    name, value = found[1], found[2]
+    if found.start() and found.string[found.start() - 1] in "?&;":
+        return name.lower() in IN_URLS or _says_so(name, "")
+    return in_config and not value.isdecimal() and _says_so(name, value)
+
+
+def _is_option(before: Any, value: Any) -> bool:
+    if not (isinstance(before, str) and before.startswith("-") and isinstance(value, str)):
+        return False
+    return not value.isdecimal() and _says_so(before, value)

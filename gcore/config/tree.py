@@ -96,6 +96,10 @@ class Config(Section):
         """Tokens of a prompt with its response."""
         return self.data.max_prompt_length + self.generation.max_response_length
 
+    def changed(self, section: str, **values: Any) -> Config:
+        """With these values in a section."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     @property
     def has_reference(self) -> bool:
         """The trainer keeps the initial policy."""

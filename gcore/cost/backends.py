@@ -23,7 +23,7 @@ from gcore.types import Topology, UserError
 WIDTHS = (1, 2, 4, 8)
 STAGES = (1, 2, 4, 8, 16)
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
-LOGITS_AT_ONCE = 1 << 26  # as in training/megatron/head.py
+LOGITS_AT_ONCE = 1 << 26  # as in training/megatron/network.py
 PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "temporary")
 
 

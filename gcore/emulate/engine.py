@@ -27,6 +27,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from gcore.config.engines import engines_taking
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.device import RUNNING, Device, DeviceJob
@@ -360,7 +361,7 @@ def _check(request: Request, max_length: int | None) -> None:
     if content.media:
         raise UserError(
             f"an engine request has {len(content.media)} images, expected none: the emulated engine serves only text "
-            "(key: generation.engine=vllm)"
+            f"(key: generation.engine={engines_taking('image')})"
         )
     total = content.size + request.params.max_tokens
     if max_length is not None and total > max_length:

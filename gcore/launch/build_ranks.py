@@ -17,7 +17,6 @@ from gcore.protocols import CriticTrainer, Rendezvous, Trainer
 if TYPE_CHECKING:
     import torch
 
-    from gcore.training.backend import Backend
     from gcore.weights.publisher import WeightPublisher
 
 
@@ -54,22 +53,15 @@ def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> CriticTr
     quiet()
     from gcore.models.networks import pick_dtype
     from gcore.prompts.tokenizer import load_tokenizer
-    from gcore.training.critic import fill_from_folder, new_critic, value_model
+    from gcore.training.critic import new_critic
     from gcore.training.critic_rank import CriticRank
     from gcore.training.fsdp import FsdpBackend
 
     device, gpu_bytes = _join(config, rendezvous)
     config, dtype = plan_critic_memory(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
-    tokenizer, model = load_tokenizer(config.model), config.critic.model or config.model
-
-    def make_backend() -> Backend:
-        critic = new_critic(config, tokenizer, device, config.max_length)
-        assert critic is not None
-        fill = partial(fill_from_folder, model=model, seed=config.run.seed, device=device, tokenizer=tokenizer)
-        shard = plan.critic_shard
-        return FsdpBackend(config, critic.make, device, dtype, shard, fill=fill, wrap=value_model, first="critic")
-
-    return CriticRank(config, make_backend, rendezvous.rank, plan.trainer_threads, Tracer(trace_folder(config), name))
+    critic = new_critic(config, load_tokenizer(config.model), config.max_length)
+    make = partial(FsdpBackend, config, {"critic": critic}, device, dtype, plan.critic_shard)
+    return CriticRank(config, make, rendezvous.rank, plan.trainer_threads, Tracer(trace_folder(config), name))
 
 
 def _join(config: Config, rendezvous: Rendezvous) -> tuple[torch.device, float]:

@@ -162,8 +162,8 @@ def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
     if config.algorithm.estimator.critic and not config.critic_ranks:
         critic = num_parameters(config.critic.model or config.model) / sharing
         state |= {"critic": 4 * critic, "critic moments": 8 * critic, "critic gradients": 4 * critic}
-    ranks = len(plan.role_nodes.get("trainer", ())) or plan.trainers  # of all nodes
-    return _held_and_copied(config, plan, state, (*saved, "critic", "critic moments"), ranks / sharing)
+    copies = plan.topology.ranks / sharing  # on all nodes
+    return _held_and_copied(config, plan, state, (*saved, "critic", "critic moments"), copies)
 
 
 def _critic_mb(config: Config, plan: Plan) -> tuple[float, float]:

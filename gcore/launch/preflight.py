@@ -26,6 +26,7 @@ from gcore.checkpoint.remote import Remote
 from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
 from gcore.config.data import Dataset
+from gcore.config.engines import DEFAULT_ENGINE
 from gcore.config.judges import RemoteJudge
 from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
@@ -214,7 +215,7 @@ def _packages(config: Config) -> None:
         if traits.packages and importlib.util.find_spec(traits.packages[0]) is None:
             raise UserError(
                 f"{key}.engine={serving.engine}: {traits.library} is not installed (see docs/engines.md), or use "
-                "engine=embedded"
+                f"engine={DEFAULT_ENGINE}"
             )
 
 

@@ -100,6 +100,7 @@ class Diffusion:
         import torch
 
         from gcore.diffusion.load import load_denoiser
+        from gcore.training.backend import NewNetwork
         from gcore.training.denoise_model import DenoiseModel
         from gcore.training.fsdp import FsdpBackend
 
@@ -107,7 +108,7 @@ class Diffusion:
         velocity = config.algorithm.kl_estimator == "velocity"
         wrap = functools.partial(DenoiseModel, spec=self._spec, seed=config.run.seed, velocity=velocity)
         make = functools.partial(load_denoiser, config, device, torch.float32, encoders=False)
-        return FsdpBackend(config, make, device, dtype, shard, wrap=wrap)
+        return FsdpBackend(config, {"policy": NewNetwork(make, wrap)}, device, dtype, shard)
 
     def export(self, checkpoint: Path, folder: Path, adapters: Path) -> int:
         from gcore.checkpoint.export_pipeline import export_pipeline

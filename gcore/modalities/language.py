@@ -125,8 +125,8 @@ class Language:
 
         from gcore.models.networks import load_scorer, make_empty
         from gcore.prompts.tokenizer import with_padding
-        from gcore.training import loading
-        from gcore.training.critic import new_critic
+        from gcore.training.backend import NewNetwork
+        from gcore.training.critic import networks_of
         from gcore.training.fsdp import FsdpBackend
         from gcore.training.logprob_model import LogprobModel
         from gcore.training.media_model import MediaLogprobModel
@@ -138,17 +138,16 @@ class Language:
         if config.objective == "reward_model":
             padded = with_padding(tokenizer, model)
             scorer = partial(load_scorer, model, seed, torch.float32, device, tokenizer=padded, new_head=True)
-            return FsdpBackend(config, scorer, device, dtype, shard, wrap=ScoreModel)
+            return FsdpBackend(config, {"policy": NewNetwork(scorer, ScoreModel)}, device, dtype, shard)
         make = partial(make_empty, model, tokenizer, config.max_length)
-        critic = None if config.critic_ranks else new_critic(config, tokenizer, device, config.max_length)
+        weights = partial(open_weights, model=model, seed=seed, tokenizer=tokenizer)
+        policy = NewNetwork(make, MediaLogprobModel if self.media else LogprobModel, weights)
+        networks = networks_of(config, policy, tokenizer, config.max_length)
         if config.training.backend == "megatron":
             from gcore.training.megatron.backend import MegatronBackend
 
-            read = partial(open_weights, model=model, seed=seed, tokenizer=tokenizer)
-            return MegatronBackend(config, make, device, dtype, topology, read, context, critic)
-        fill = partial(loading.fill, model=model, seed=seed, device=device, tokenizer=tokenizer)
-        wrap = MediaLogprobModel if self.media else LogprobModel
-        return FsdpBackend(config, make, device, dtype, shard, topology.tensor, fill, context, wrap, critic)
+            return MegatronBackend(config, networks, device, dtype, topology, context)
+        return FsdpBackend(config, networks, device, dtype, shard, topology.tensor, context)
 
     def export(self, checkpoint: Path, folder: Path, adapters: Path) -> int:
         from gcore.checkpoint.export import export_language_model

@@ -1,7 +1,7 @@
 """Transformers models, loaded from a folder or built small from the configuration: the policy, and scalar scorers.
 
 Engines load whole models here. Trainer ranks make the same network without weights (`make_empty`) and read only their
-shards of them (training/loading.py). Training and serving of scorers share this file too: they lay out a batch in the
+shards of them (training/shards.py). Training and serving of scorers share this file too: they lay out a batch in the
 same way.
 """
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SCORE = "score.weight"  # the head of a network with one label instead of the vocabulary: a scorer, a critic
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # suffixes after the layer's name, as in PEFT
 
 
@@ -347,8 +348,16 @@ def _load(model: Model, max_length: int | None) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError) as error:
         raise _unloadable(model, error) from error
     _check_names(model, names["missing_keys"], names["unexpected_keys"])
+    _check_finite(model, network)
     loaded: PreTrainedModel = network
     return loaded
+
+
+def _check_finite(model: Model, network: PreTrainedModel) -> None:
+    """The answers of such a network are tokens like any other."""
+    for name, parameter in network.named_parameters():
+        if not torch.linalg.vector_norm(parameter.detach(), torch.inf).isfinite():
+            raise UserError(f"model.path={model.path}: {name} is NaN or infinite; expected a model with finite weights")
 
 
 def _check_names(model: Model, missing: Iterable[str], unexpected: Iterable[str]) -> None:
@@ -396,6 +405,7 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     missing = sorted(name for name in info["missing_keys"] if not new_head or name.startswith(body))
     if missing:
         raise UserError(f"{prefix}: has no weights for {missing[0]} ({len(missing)} missing in all)")
+    _check_finite(model, network)
     scorer: PreTrainedModel = network
     return scorer
 

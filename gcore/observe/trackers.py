@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore.config.leaves import leaves_of
-from gcore.observe.files import RecordFile
+from gcore.observe.files import RecordFile, replacing
 from gcore.types import UserError
 
 if TYPE_CHECKING:
@@ -154,12 +154,15 @@ def _installed(name: str) -> bool:
 
 
 def _known_ids(folder: Path) -> dict[str, str]:
-    path = folder / IDS
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    """Empty if the file is damaged: the run continues as a new one there."""
+    try:
+        return dict(json.loads((folder / IDS).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _keep_id(folder: Path, name: str, run_id: str) -> None:
     path = folder / IDS
-    temp = path.with_name(path.name + ".tmp")
-    temp.write_text(json.dumps({**_known_ids(folder), name: run_id}))
-    temp.replace(path)
+    ids = {**_known_ids(folder), name: run_id}
+    with replacing(path) as file:
+        file.write(json.dumps(ids).encode())

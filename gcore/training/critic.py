@@ -10,8 +10,8 @@ it has any weights, and it never leaves the trainer: engines and exports do not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +20,18 @@ from torch import Tensor
 from gcore.config.base import Model
 from gcore.config.tree import Config
 from gcore.hub import model_folder
-from gcore.models.networks import load_scorer, load_whole, make_empty
+from gcore.models.networks import SCORE, load_scorer, load_whole, make_empty
 from gcore.models.towers import takes_media
-from gcore.training.logprob_model import LogprobModel
+from gcore.training.backend import NewNetwork
+from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.media_model import MediaLogprobModel
-from gcore.training.shards import local_of, materialise, part_of, reshard
+from gcore.training.state import TrainedName
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.types import UserError
 from gcore.weights.files import WeightFiles
-from gcore.weights.pretrained import Read, stored_tensors
+from gcore.weights.pretrained import Read, read_whole, stored_tensors
 
 log = logging.getLogger(__name__)
-HEAD = "score.weight"
 
 
 class ValueModel(LogprobModel):
@@ -39,7 +39,7 @@ class ValueModel(LogprobModel):
 
     replays = False  # its routers are its own
 
-    def _outputs(self, hidden_SD: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:
+    def _outputs(self, hidden_SD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
         return (hidden_SD.float() @ self.network.score.weight[0].float(),)
 
 
@@ -52,29 +52,17 @@ def value_model(network: Any, compute: Compute = ON_CPU) -> ValueModel:
     return (MediaValueModel if takes_media(network) else ValueModel)(network, compute)
 
 
-@dataclass(frozen=True, slots=True)
-class NewCritic:
-    """How a backend makes the critic. `make`: the network, perhaps without weights. `fill`: gives it its weights after
-    sharding; the second argument is the sharded policy. `read`: for backends that fill it themselves, a reader of its
-    weights and their names; None: it is a copy of the policy with a head of zeros."""
-
-    make: Callable[[], Any]
-    fill: Callable[[Any, Any], None]
-    read: Callable[[Any], tuple[Read, set[str]]] | None = None
+def networks_of(
+    config: Config, policy: NewNetwork, tokenizer: Any, max_length: int | None = None
+) -> dict[TrainedName, NewNetwork]:
+    """What a trainer rank trains: the policy, and the critic, if that has no ranks of its own."""
+    if not config.algorithm.estimator.critic or config.critic_ranks:
+        return {"policy": policy}
+    return {"policy": policy, "critic": new_critic(config, tokenizer, max_length)}
 
 
-def new_critic(config: Config, tokenizer: Any, device: torch.device, max_length: int) -> NewCritic | None:
-    """None: the algorithm has no critic."""
-    if not config.algorithm.estimator.critic:
-        return None
-    model, seed = config.critic.model or config.model, config.run.seed
-    copies_policy = config.critic.model is None and config.model.lora is None
-
-    def fill(critic: Any, policy: Any) -> None:
-        if copies_policy:
-            fill_from_policy(critic, policy, device)
-        else:
-            fill_from_folder(critic.network, model, seed, device, tokenizer)
+def new_critic(config: Config, tokenizer: Any, max_length: int | None = None) -> NewNetwork:
+    model = config.critic.model or config.model
 
     def make() -> Any:
         try:
@@ -88,43 +76,23 @@ def new_critic(config: Config, tokenizer: Any, device: torch.device, max_length:
                 "algorithm.adv_estimator)"
             ) from error
 
-    def read(network: Any) -> tuple[Read, set[str]]:
-        return _open(network, model, seed, tokenizer)
-
-    return NewCritic(make, fill, None if copies_policy else read)
-
-
-@torch.no_grad()
-def fill_from_policy(critic: Any, policy: Any, device: torch.device) -> None:
-    """The body of the policy, and a head of zeros. Both are sharded in the same way: each rank copies its shards."""
-    reshard(policy)
-    materialise(critic, device)
-    body, buffers = dict(policy.network.named_parameters()), dict(policy.network.named_buffers())
-    for name, parameter in critic.network.named_parameters():
-        if name == HEAD:
-            local_of(parameter).zero_()
-        else:
-            parameter.copy_(body[name])
-    for name, buffer in critic.network.named_buffers():
-        buffer.copy_(buffers[name])
+    # ranks of its own start from the folder: the policy is sent to them later (critic_rank.py)
+    copies_policy = config.critic_copies_policy and not config.critic_ranks
+    weights = partial(open_critic, model=model, seed=config.run.seed, tokenizer=tokenizer)
+    return NewNetwork(make, value_model, None if copies_policy else weights)
 
 
-@torch.no_grad()
-def fill_from_folder(network: Any, model: Model, seed: int, device: torch.device, tokenizer: Any) -> None:
-    """The weights of a reward model, or of a language model with a head of zeros; each rank reads its shards."""
-    materialise(network, device)
-    read, names = _open(network, model, seed, tokenizer)
-    for name, tensor in stored_tensors(network).items():
-        local = local_of(tensor)
-        if name == HEAD and name not in names:
-            local.zero_()
-        elif local.numel():
-            local.copy_(read(name, part_of(tensor)))
-
-
-def _open(network: Any, model: Model, seed: int, tokenizer: Any) -> tuple[Read, set[str]]:
-    """A reader of the weights by the names of the network, and the names that it has."""
+def open_critic(network: Any, model: Model, seed: int, tokenizer: Any) -> Read:
+    """The weights of a reward model, or of a language model with a head of zeros, by the names of the network."""
     needed = {name: tuple(tensor.shape) for name, tensor in stored_tensors(network).items()}
+    read, names = _stored(network, needed, model, seed, tokenizer)
+    return lambda name, part: read(name, part) if name in names else torch.zeros(needed[name])[part]
+
+
+def _stored(
+    network: Any, needed: Mapping[str, tuple[int, ...]], model: Model, seed: int, tokenizer: Any
+) -> tuple[Read, Collection[str]]:
+    """A reader, and the names that it has: all of them, or all but that of the head."""
     whole: Any
     if model.build is not None:
         whole = load_whole(model, tokenizer, seed)
@@ -134,12 +102,11 @@ def _open(network: Any, model: Model, seed: int, tokenizer: Any) -> tuple[Read, 
         if differing:
             got, expected = files.shapes[differing[0]], needed[differing[0]]
             raise UserError(f"critic.model.path={model.path}: {differing[0]} has shape {got}; expected {expected}")
-        if all(name in files or name == HEAD for name in needed):
-            return files.read, set(files)
+        if all(name in files or name == SCORE for name in needed):
+            return files.read, files.shapes
         log.warning("critic.model.path=%s: names differ; the whole model is read into host memory", model.path)
         if takes_media(network):
             whole = load_whole(model, tokenizer, seed)
         else:
             whole = load_scorer(model, seed, torch.float32, torch.device("cpu"), tokenizer=tokenizer, new_head=True)
-    tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
-    return lambda name, part: tensors[name].detach()[part], set(tensors)
+    return read_whole(whole)

@@ -16,10 +16,10 @@ from typing import cast
 import torch
 
 from gcore.config.tree import Config
+from gcore.models.networks import SCORE
 from gcore.observe.trace import Tracer
 from gcore.protocols import UpdateStats, Weights
 from gcore.training.backend import Backend, Snapshot
-from gcore.training.critic import HEAD
 from gcore.training.rank import ComputeRank, Trained, micros_of
 from gcore.training.shards import local_of, part_of
 from gcore.types import Floats, Key, TrainBatch
@@ -66,10 +66,10 @@ class CriticRank(ComputeRank):
             if (local := local_of(own[name])).numel():
                 local.copy_(tensors[name][part_of(own[name])])
             self._copied.add(name)
-        local_of(own[HEAD]).zero_()
+        local_of(own[SCORE]).zero_()
 
     def _begin(self) -> None:
-        missing = self.backend.weights("critic").keys() - self._copied - {HEAD}
+        missing = self.backend.weights("critic").keys() - self._copied - {SCORE}
         assert not (self._config.critic_copies_policy and missing), f"the policy has no {sorted(missing)[:3]}"
         self.backend.begin(["critic"])
         self.trained = {"critic": Trained()}

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,12 +49,6 @@ class PackedLatents:
     keys: tuple[Key, ...]
     is_demonstration: bool = False
     is_padding: bool = False
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """The arguments of DenoiseModel.forward."""
-        passes = self.latents_P, self.targets_P, self.times_P, self.steps_P, self.condition
-        return (*passes, self.at_P, len(self.sample_S), self.is_demonstration)
 
     def joined(self, *outputs: Tensor) -> tuple[Tensor, ...]:
         return outputs
@@ -166,26 +159,18 @@ class DenoiseModel(nn.Module):
 
     # ---- computation ----------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        latents_P: Tensor,
-        targets_P: Tensor,
-        times_P: Tensor,
-        steps_P: Tensor,
-        condition: Mapping[str, Tensor],
-        at_P: Tensor,
-        num_steps: int,
-        is_demonstration: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, packed: PackedLatents) -> tuple[Tensor, Tensor, Tensor]:
         """The fields of objective.StepOutputs."""
-        guidance = 1.0 if is_demonstration else self.spec.guidance_scale
-        prediction = self.network(latents_P, times_P, condition, guidance)
+        latents_P, at_P, num_steps = packed.latents_P, packed.at_P, len(packed.sample_S)
+        guidance = 1.0 if packed.is_demonstration else self.spec.guidance_scale
+        prediction = self.network(latents_P, packed.times_P, packed.condition, guidance)
         zeros_S = torch.zeros(num_steps, device=latents_P.device)
-        if is_demonstration:
-            error_P = (prediction - targets_P).square().flatten(1).mean(1)
+        if packed.is_demonstration:
+            error_P = (prediction - packed.targets_P).square().flatten(1).mean(1)
             return zeros_S.index_copy(0, at_P, -error_P), zeros_S, zeros_S[:, None]
-        transition = self.schedule.step(latents_P, prediction, steps_P, torch.ones(len(steps_P), dtype=torch.bool))
-        logprobs_P = transition.logprob(targets_P, self.spec.logprob)
+        stochastic_P = torch.ones(len(packed.steps_P), dtype=torch.bool)
+        transition = self.schedule.step(latents_P, prediction, packed.steps_P, stochastic_P)
+        logprobs_P = transition.logprob(packed.targets_P, self.spec.logprob)
         numbers = latents_P[0].numel()
         entropy_P = transition.entropy(numbers, self.spec.logprob)
         location_PD = prediction if self.velocity else transition.mean / rows(transition.std_B, latents_P)

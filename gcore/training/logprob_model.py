@@ -15,13 +15,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import pad
 
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
 from gcore.models.decoders import MASKED_LOGIT, as_argument, implementation, routers_of, traits_of
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
-from gcore.training.fused_head import Scaling, token_logprobs
+from gcore.training.fused_head import Candidates, Head, Scaling, allowed_tokens, token_logprobs
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.training.varlen import rounded
 from gcore.types import Key, MicroBatch, Sample
@@ -46,27 +46,10 @@ class Packed:
     keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
     starts: Tensor | None = None  # varlen: where each sample of the one row begins, and the end; int32
     longest: int = 0  # varlen: of the samples, rounded up
-    sampling_mask: tuple[Tensor, Tensor] | None = None  # ids_K, counts_S, as in content.tokens.SamplingMask
+    sampling_mask: Candidates | None = None
     is_padding: bool = False  # dummy batch so that this rank joins the collectives
     sharing: Sharing | None = None  # varlen: the ranks that have the other parts of the row
     experts_RWLK: Tensor | None = None  # of each token and router, as in content.tokens.Tokens; -1: not recorded
-
-    @property
-    def inputs(self) -> tuple[Tensor | None, ...]:
-        """The arguments of LogprobModel.forward."""
-        return (
-            self.tokens_RW,
-            self.positions_RW,
-            self.mask_R1WW,
-            self.select_S,
-            self.targets_S,
-            self.temperature_S,
-            *(self.sampling_mask or (None, None)),
-            self.starts,
-            self.longest,
-            self.sharing,
-            self.experts_RWLK,
-        )
 
     def joined(self, *outputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all steps, from those of LogprobModel.forward."""
@@ -141,7 +124,7 @@ def to_tensors(
     )
 
 
-def _sampling_mask(contents: list[Tokens], device: torch.device) -> tuple[Tensor, Tensor] | None:
+def _sampling_mask(contents: list[Tokens], device: torch.device) -> Candidates | None:
     mask = SamplingMask.joined(*((content.sampling_mask, content.num_steps) for content in contents))
     if mask is None:
         return None
@@ -226,68 +209,41 @@ class LogprobModel(nn.Module):
         compute = self.compute
         return context.choose_method(self.network.config, size, compute.tensor_size, compute.context_attention)
 
-    def forward(
-        self,
-        tokens_RW: Tensor,
-        positions_RW: Tensor,
-        mask: Tensor | None,
-        select_S: Tensor,
-        targets_S: Tensor,
-        temperature_S: Tensor,
-        candidate_ids_K: Tensor | None = None,
-        candidate_counts_S: Tensor | None = None,
-        starts: Tensor | None = None,
-        longest: int = 0,
-        sharing: Sharing | None = None,
-        experts_RWLK: Tensor | None = None,
-        *more: Any,
-    ) -> tuple[Tensor, ...]:
-        """`candidate_*`: the tokens that could be sampled per step, as in content.tokens.SamplingMask; None: all.
-        `starts`, `longest`: of the samples, where all are in one row and the attention needs no mask (varlen.py).
-        `sharing`: this rank has a part of that row (context.py). `more`: inputs of subclasses."""
+    def forward(self, packed: Packed) -> tuple[Tensor, ...]:
         decoder = self.network.get_decoder()
         # Layers that are computed again in the backward pass read these then: they stay until the next forward pass.
         if self.routers is not None:
-            given = experts_RWLK if self.replays else None
+            given = packed.experts_RWLK if self.replays else None
             self.routers.given = None if given is None else given.flatten(0, 1)
-        decoder.config._attn_implementation = self.attention if starts is None else attention.NAME
-        options: dict[str, Any] = {}  # one sample per row: transformers makes positions and mask
-        if starts is not None:
-            options = {"position_ids": positions_RW, "cu_seq_lens_q": starts, "max_length_q": longest}
-            options |= {} if sharing is None else {"sharing": sharing}
-        elif mask is not None:
-            options = {"position_ids": positions_RW, "attention_mask": self._masks(mask)}
-        options |= self._inputs(tokens_RW, positions_RW, mask, *more)
-        hidden = decoder(use_cache=False, **options).last_hidden_state
-        hidden_SD = hidden.flatten(0, 1)[select_S]
-        return self._outputs(hidden_SD, targets_S, temperature_S, candidate_ids_K, candidate_counts_S)
+        decoder.config._attn_implementation = self.attention if packed.starts is None else attention.NAME
+        hidden = decoder(use_cache=False, **self._inputs(packed)).last_hidden_state
+        return self._outputs(hidden.flatten(0, 1)[packed.select_S], packed)
 
-    def _outputs(
-        self,
-        hidden_SD: Tensor,
-        targets_S: Tensor,
-        temperature_S: Tensor,
-        candidate_ids_K: Tensor | None,
-        candidate_counts_S: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    def _inputs(self, packed: Packed) -> dict[str, Any]:
+        """The arguments of the decoder."""
+        inputs: dict[str, Any] = {"input_ids": packed.tokens_RW}
+        if packed.starts is not None:
+            inputs |= {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest, "sharing": packed.sharing}
+        elif packed.mask_R1WW is not None:
+            inputs["attention_mask"] = self._masks(packed.mask_R1WW)
+        else:  # one sample per row: transformers makes positions and mask
+            return inputs
+        return {**inputs, "position_ids": packed.positions_RW}
+
+    def _outputs(self, hidden_SD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
         """From the hidden states before each step to what the model computes for the step."""
         head = self.network.get_output_embeddings()
-        chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+        weight_VD = head.weight
+        chunk = max(1, LOGITS_AT_ONCE // len(weight_VD))
         if len(hidden_SD) <= chunk and not self.compiled:
-            return self._score(hidden_SD, targets_S, temperature_S, candidate_ids_K, candidate_counts_S)
-        if candidate_ids_K is None and head.bias is None:
-            scaling = Scaling(self.traits.scale, self.traits.cap, self.traits.forbidden)
-            size = 4 * chunk if self.compiled else chunk  # one copy in half precision instead of four in float32
-            inputs = hidden_SD, head.weight, targets_S, temperature_S
-            return token_logprobs(*inputs, scaling, size, self.compiled)
-        columns = [tensor.split(chunk) for tensor in (hidden_SD, targets_S, temperature_S)]
-        columns += _split_candidates(candidate_ids_K, candidate_counts_S, chunk, len(columns[0]))
-        parts = [checkpoint(self._score, *row, use_reentrant=False) for row in zip(*columns, strict=True)]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-    def _inputs(self, tokens_RW: Tensor, positions_RW: Tensor, mask: Tensor | None, *more: Any) -> dict[str, Any]:
-        """The arguments of the decoder, in addition to the positions and masks of packed rows, or instead of them."""
-        return {"input_ids": tokens_RW}
+            return self._score(head(hidden_SD), packed)
+        if head.bias is not None:  # as the weights of one more feature
+            hidden_SD, weight_VD = pad(hidden_SD, (0, 1), value=1.0), torch.cat([weight_VD, head.bias[:, None]], 1)
+        scaling = Scaling(self.traits.scale, self.traits.cap, self.traits.forbidden)
+        # compiled: one copy in half precision instead of four in float32
+        in_chunks = Head(4 * chunk if self.compiled else chunk, scaling, self.compiled)
+        asked = packed.targets_S, packed.temperature_S, packed.sampling_mask
+        return token_logprobs(in_chunks, hidden_SD, weight_VD, *asked)
 
     def _masks(self, mask_R1WW: Tensor, blocks_R1WW: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """The mask of each kind of layer, from that of full attention within samples. Without a mask (one sample per
@@ -296,21 +252,14 @@ class LogprobModel(nn.Module):
         dtype = self.network.get_input_embeddings().weight.dtype  # under FSDP, the dtype of this forward pass
         return as_argument(self.traits.masks(mask_R1WW, at_W1, dtype, blocks_R1WW))
 
-    def _score(
-        self,
-        hidden_SD: Tensor,
-        targets_S: Tensor,
-        temperature_S: Tensor,
-        candidate_ids_K: Tensor | None,
-        candidate_counts_S: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        logits_SV = self.traits.scaled(self.network.get_output_embeddings()(hidden_SD).float())
-        logits_SV = logits_SV / temperature_S[:, None]
-        if candidate_ids_K is not None and candidate_counts_S is not None:
-            logits_SV = _mask_others(logits_SV, candidate_ids_K, candidate_counts_S)
+    def _score(self, logits_SV: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+        logits_SV = self.traits.scaled(logits_SV.float()) / packed.temperature_S[:, None]
+        if packed.sampling_mask is not None:
+            allowed_SV = allowed_tokens(*packed.sampling_mask, 0, logits_SV.shape[1])
+            logits_SV = logits_SV.masked_fill(~allowed_SV, MASKED_LOGIT)
         logprobs_SV = torch.log_softmax(logits_SV, -1)
         # a sum, not [:, 0]: FSDP2 warns of outputs that are views
-        chosen_S = logprobs_SV.gather(-1, targets_S[:, None]).sum(-1)
+        chosen_S = logprobs_SV.gather(-1, packed.targets_S[:, None]).sum(-1)
         return chosen_S, -(logprobs_SV.exp() * logprobs_SV).sum(-1)
 
 
@@ -322,21 +271,3 @@ def own_experts(model: Any) -> Iterator[Any]:
         yield model
     finally:
         model.replays = replays
-
-
-def _mask_others(logits_SV: Tensor, candidate_ids_K: Tensor, candidate_counts_S: Tensor) -> Tensor:
-    """Mask the logits of all tokens that are no candidates. A step with a count of 0 had all tokens."""
-    allowed_SV = (candidate_counts_S == 0)[:, None].repeat(1, logits_SV.shape[1])
-    steps_S = torch.arange(len(candidate_counts_S), device=candidate_ids_K.device)
-    step_K = torch.repeat_interleave(steps_S, candidate_counts_S)
-    allowed_SV[step_K, candidate_ids_K] = True
-    return logits_SV.masked_fill(~allowed_SV, MASKED_LOGIT)
-
-
-def _split_candidates(
-    candidate_ids_K: Tensor | None, candidate_counts_S: Tensor | None, chunk: int, num_chunks: int
-) -> list[Sequence[Tensor | None]]:
-    if candidate_ids_K is None or candidate_counts_S is None:
-        return [[None] * num_chunks, [None] * num_chunks]
-    counts = candidate_counts_S.split(chunk)
-    return [candidate_ids_K.split([int(part.sum()) for part in counts]), counts]

@@ -7,7 +7,7 @@ samples ──pack──> tokens, positions of each sample, its media (siblings 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class PackedMedia(Packed):
-    seen: Seen | None = None
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        return (*Packed.inputs.fget(self), self.seen)  # type: ignore[attr-defined]
+    seen: Seen = field(kw_only=True)
 
 
 class MediaLogprobModel(LogprobModel):
@@ -77,19 +73,21 @@ class MediaLogprobModel(LogprobModel):
         seen = Seen(unique(media), tuple(keys), tuple(places), positions.tensor())
         return PackedMedia(**kept, seen=seen)
 
-    def _inputs(self, tokens_RW: Tensor, positions_RW: Tensor, mask: Tensor | None, *more: Any) -> dict[str, Any]:
-        (seen,) = more
+    def _inputs(self, packed: Packed) -> dict[str, Any]:
+        assert isinstance(packed, PackedMedia)
+        inputs, tokens_RW, seen = super()._inputs(packed), packed.tokens_RW, packed.seen
+        del inputs["input_ids"]
         found = encode(self.network, list(seen.media.values())) if seen.media else []
         self.encoded += len(found)
         features = dict(zip(seen.media, found, strict=True))
-        inputs = embed(self.network, tokens_RW, seen.places, [features[key] for key in seen.keys])
+        inputs |= embed(self.network, tokens_RW, seen.places, [features[key] for key in seen.keys])
         if not found and self._tower_learns:  # all ranks must have gradients of the same parameters
             (unused,) = encode(self.network, [smallest_medium(self.network)])
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + sum(0.0 * part.sum() for part in unused)
         inputs["position_ids"] = seen.positions
         if self.traits.media_blocks and seen.places:
             causal = torch.ones(tokens_RW.shape[1:] * 2, dtype=torch.bool, device=tokens_RW.device).tril()
-            whole = causal.expand(len(tokens_RW), 1, -1, -1) if mask is None else mask
+            whole = causal.expand(len(tokens_RW), 1, -1, -1) if packed.mask_R1WW is None else packed.mask_R1WW
             inputs["attention_mask"] = self._masks(whole, blocks_of(tokens_RW.shape, seen.places))
         return inputs
 

@@ -108,6 +108,11 @@ class Optimizer:
         """Moments and step count of each parameter that was updated."""
         return {parameter: entry for part in self._parts for parameter, entry in part.state.items()}
 
+    @property
+    def num_moments(self) -> int:
+        """The same on all ranks."""
+        return len(MOMENTS) * len(self.state)
+
     def clear(self) -> None:
         for part in self._parts:
             part.state.clear()

@@ -236,7 +236,6 @@ class Known(NamedTuple):
 
     sample_S: Tensor
     keys: tuple[Key, ...]
-    inputs: tuple[Tensor, ...] = ()
     is_padding: bool = False
 
     def joined(self, *outputs: Tensor) -> tuple[Tensor, ...]:

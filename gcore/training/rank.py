@@ -30,10 +30,11 @@ from gcore.observe.trace import Tracer
 from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
 from gcore.threads import use_threads
 from gcore.training import bad_batches, objective, preference
-from gcore.training.backend import Backend, NetworkName, Snapshot, TrainedName
+from gcore.training.backend import Backend, Snapshot
 from gcore.training.coefficients import Coefficients, next_entropy_coef, next_kl_coef
 from gcore.training.objective import ENTROPY, KL, UPDATE_KL, ColumnName, Objective, StepData
 from gcore.training.schedule import learning_rate
+from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_advantages import Ranks, explained_variance, step_targets
 from gcore.types import Floats, Key, MicroBatch, MiniBatch, Sample, TrainBatch, UserError, Written
 from gcore.weights.publisher import WeightPublisher
@@ -70,6 +71,12 @@ class ComputeRank:
         self._writer = BackgroundWriter(rank, self.backend.device, config.checkpoint.asynchronous)
         self._about = dict[str, bytes]()
         self.trained = {name: Trained() for name in trained}
+        for name in trained:
+            if not self._pool.submit(self.backend.is_finite, name).result():
+                raise UserError(
+                    f"the weights of the {name} are NaN or infinite before the first update; expected a model with "
+                    "finite ones (key: model.path)"
+                )
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """In the compute thread, after the copy of a snapshot: every function may change or move what is copied. Even

@@ -30,6 +30,6 @@ class ScoreModel(LogprobModel):
         # the state after the last token, not the one that predicts it
         return packed if packed.is_padding else dataclasses.replace(packed, select_S=packed.select_S + 1)
 
-    def _outputs(self, hidden_SD: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:
+    def _outputs(self, hidden_SD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
         scores_S = self.network.score(hidden_SD).float().sum(-1)  # of one label
         return scores_S, torch.zeros_like(scores_S)

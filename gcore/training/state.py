@@ -14,24 +14,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gcore.checkpoint.tensors import Place, Shard, ShardFiles, assign, shapes
-from gcore.config.training import Training
-from gcore.config.tree import Config
 from gcore.models.networks import LORA_A, Adapters
-from gcore.training.backend import NetworkName, TrainedName
-from gcore.training.lora import trainable_parameters
-from gcore.training.optimizer import MOMENTS, Optimizer
 from gcore.training.shards import local_of, part_of
 from gcore.types import UserError
 
+NetworkName = Literal["policy", "reference", "critic"]
+TrainedName = Literal["policy", "critic"]
 REFERENCE = "reference"
-ORDER: tuple[NetworkName, ...] = ("policy", "reference", "critic")
 # Folders of a checkpoint by network, and the file of counters by the first network of the ranks that write it.
 WEIGHTS: dict[NetworkName, str] = {"policy": "weights", "reference": REFERENCE, "critic": "critic"}
 OPTIMIZERS: dict[NetworkName, str] = {"policy": "optimizer", "critic": "critic_optimizer"}
@@ -43,34 +39,22 @@ MISSING: dict[NetworkName, str] = {
 Shards = dict[str, list[Shard]]  # by folder
 
 
-def settings_of(config: Config, network: NetworkName) -> Training:
-    """Of its optimizer."""
-    if network != "critic":
-        return config.training
-    return config.training.model_copy(update={"lr": config.critic.lr, "max_grad_norm": config.critic.max_grad_norm})
-
-
 class SavePlan:
     """Which rank writes which shard: ranks may hold copies. Decided once, because it needs a collective."""
 
     def __init__(self) -> None:
-        self._own: dict[frozenset[str], set[Place]] = {}  # by the names of all tensors, which all ranks share
+        self._own: dict[frozenset[Any], set[Place]] = {}
 
-    def own(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Shards:
-        """References to the shards that this rank writes. `tensors`: all, by folder. Collective if they are new."""
-        names = frozenset(f"{folder}/{name}" for folder, group in tensors.items() for name in group)
-        return self.own_of({folder: shards_of(group) for folder, group in tensors.items()}, names)
-
-    def own_of(self, held: Mapping[str, Sequence[Shard]], names: frozenset[str] = frozenset()) -> Shards:
-        """Of the shards that this rank holds, by folder, those that it writes. `names`: changes, on all ranks, when
-        their places change. Collective if it is new."""
+    def own(self, held: Mapping[str, Sequence[Shard]], kinds: frozenset[Any] = frozenset()) -> Shards:
+        """Of the shards that this rank holds, by folder, those that it writes. `kinds`: changes, on all ranks, when
+        there are other shards than before. Collective if it is new."""
         held = {folder: shards for folder, shards in held.items() if shards}
-        if names not in self._own:
+        if kinds not in self._own:
             sizes = {_place(folder, s): s.num_bytes for folder, shards in held.items() for s in shards}
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, sizes)
-            self._own[names] = assign(gathered, dist.get_rank())
-        own = self._own[names]
+            self._own[kinds] = assign(gathered, dist.get_rank())
+        own = self._own[kinds]
         return {folder: [s for s in shards if _place(folder, s) in own] for folder, shards in held.items()}
 
 
@@ -88,15 +72,6 @@ def shards_of(tensors: Mapping[str, Tensor]) -> list[Shard]:
     return found
 
 
-def optimizer_state(network: Any, optimizer: Optimizer) -> dict[str, Tensor]:
-    moments, entries = optimizer.state, dict[str, Tensor]()
-    for name, parameter in trainable_parameters(network).items():
-        if entry := moments.get(parameter):
-            entries[f"{name}/step"] = torch.as_tensor(entry["step"])
-            entries |= {f"{name}/{moment}": entry[moment] for moment in MOMENTS}
-    return entries
-
-
 def describe(counters: Mapping[str, float], adapters: Adapters | None) -> bytes:
     """The content of trainer.json."""
     kind = {"rank": adapters.rank, "alpha": adapters.alpha} if adapters else None
@@ -112,25 +87,7 @@ def counters_of(folder: Path, first: TrainedName, adapters: Adapters | None = No
     return {name: value for file in files for name, value in file["counters"].items()}
 
 
-def load(folder: Path, name: NetworkName, network: Any, optimizer: Optimizer | None) -> None:
-    """Fill a network and its optimizer. Gradients are dropped."""
-    parameters = trainable_parameters(network)
-    fill(folder_of(folder, name), parameters)
-    if optimizer is None:
-        return
-    moments = folder / OPTIMIZERS[name]
-    saved = shapes(moments) if moments.is_dir() else {}
-    optimizer.clear()
-    entries: dict[str, Tensor] = {}
-    for key, parameter in parameters.items():
-        parameter.grad = None
-        if f"{key}/step" in saved:
-            entries |= {f"{key}/{moment}": value for moment, value in optimizer.new_state(parameter).items()}
-    if entries:
-        fill(moments, entries)
-
-
-def folder_of(folder: Path, name: NetworkName) -> Path:
+def weights_folder(folder: Path, name: NetworkName) -> Path:
     """The weights of a network."""
     weights = folder / WEIGHTS[name]
     if name in MISSING and not weights.is_dir():

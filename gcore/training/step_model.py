@@ -1,6 +1,6 @@
 """The interface between a backend and what a network computes: a micro-batch of samples -> values for each step.
 
-    samples ──StepModel.pack──> StepBatch ──StepModel(*batch.inputs)──> outputs ──StepBatch.joined──> of all steps
+    samples ──StepModel.pack──> StepBatch ──StepModel(batch)──> outputs ──StepBatch.joined──> of all steps
 
 A backend shards, compiles and optimizes networks. It does not know whether a step is a token or a denoising step: it
 calls a StepModel, which wraps the network. Implementation for language models: logprob_model.py.
@@ -36,12 +36,7 @@ ON_CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 class StepBatch(Protocol):
-    """A micro-batch as tensors: the inputs of a StepModel, and which step belongs to which sample."""
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """The arguments of the StepModel."""
-        ...
+    """A micro-batch as tensors: the input of its StepModel, and which step belongs to which sample."""
 
     @property
     def sample_S(self) -> Tensor:
@@ -62,8 +57,8 @@ class StepBatch(Protocol):
 
 
 class StepModel(Protocol):
-    """A torch module around a network. Called with `StepBatch.inputs`, it returns the fields of objective.StepOutputs:
-    for each step its logprob and its entropy."""
+    """A torch module around a network. Called with a StepBatch, it returns the fields of objective.StepOutputs, such
+    as the logprob of each step."""
 
     network: Any  # its parameters have the names under which engines know them
 

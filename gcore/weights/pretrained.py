@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -45,9 +45,13 @@ def open_weights(network: Any, model: Model, seed: int, tokenizer: Any) -> Read:
                 _check_tied(network, model, files)
                 return lambda name, part: files.read(names[name], part)
         log.warning("model.path=%s: %s; the whole model is read into host memory", model.path, reason)
-    whole: Any = load_whole(model, tokenizer, seed)
-    tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
-    return lambda name, part: tensors[name].detach()[part]
+    return read_whole(load_whole(model, tokenizer, seed))[0]
+
+
+def read_whole(network: Any) -> tuple[Read, Set[str]]:
+    """Reads from a network that is in memory; the names that it has."""
+    tensors = {**dict(network.named_parameters(remove_duplicate=False)), **dict(network.named_buffers())}
+    return lambda name, part: tensors[name].detach()[part], tensors.keys()
 
 
 def _match(network: Any, files: WeightFiles) -> tuple[Mapping[str, str] | None, str]:

@@ -25,6 +25,7 @@ from gcore.observe.trace import Tracer
 from gcore.protocols import Metric, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
 from gcore.training import objective, ring, ulysses, varlen
+from gcore.training.backend import NewNetwork
 from gcore.training.context import ContextGroups, Sharing, choose_method, order_of
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.logprob_model import to_tensors
@@ -141,21 +142,21 @@ def gradients_of(backend: FsdpBackend, run: Callable[[], Any]) -> tuple[dict[str
     found: dict[str, Any] = {}
 
     def look(lr: float, network: str = "policy") -> float:
-        for name, parameter in backend.networks["policy"].network.named_parameters():
+        for name, parameter in backend.networks["policy"].model.network.named_parameters():
             if parameter.grad is not None:
                 found[name] = parameter.grad.full_tensor().tolist()
                 parameter.grad = None
         return 1.0
 
-    backend.optimizers["policy"].step = look
+    backend.networks["policy"].optimizer.step = look
     result = run()
     return found, result
 
 
 def compute(world: World, rank: int) -> dict[str, Any]:
     config, data_rank = world.config, rank // world.tensor
-    network = lambda: network_of(config)  # noqa: E731
-    make = lambda: FsdpBackend(config, network, CPU, torch.float32, world.shard, world.tensor)  # noqa: E731
+    policy = NewNetwork(lambda: network_of(config))
+    make = lambda: FsdpBackend(config, {"policy": policy}, CPU, torch.float32, world.shard, world.tensor)  # noqa: E731
     trainer = TrainerRank(config, make, rank, 1, Tracer(None, f"trainer-{rank}"))
     backend = trainer.backend
     asyncio.run(trainer.begin())
@@ -440,5 +441,5 @@ def test_which_attention_ranks_use():
 def test_ranks_that_cannot_share_are_refused_at_the_start():
     config = World(1, 1, 1, (1,), 3, 1, "ulysses").config
     with pytest.raises(UserError, match="2 ranks must divide the 3 heads"):
-        FsdpBackend(config, lambda: network_of(config), CPU, torch.float32, context=4)
-    FsdpBackend(config, lambda: network_of(config), CPU, torch.float32, context=1)
+        FsdpBackend(config, {"policy": NewNetwork(lambda: network_of(config))}, CPU, torch.float32, context=4)
+    FsdpBackend(config, {"policy": NewNetwork(lambda: network_of(config))}, CPU, torch.float32, context=1)

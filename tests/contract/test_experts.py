@@ -20,6 +20,7 @@ from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.decoders import find_routers
+from gcore.training.backend import NewNetwork
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.objective import StepData
 from gcore.types import MicroBatch, Request, Sample, SamplingParams
@@ -70,8 +71,8 @@ def member(rank: int, folder: str) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
         found = {}
         for moved in (0.0, 2.0):
-            make = lambda moved=moved: policy(config, moved)  # noqa: E731
-            backend = FsdpBackend(config, make, CPU, torch.float32, shard, context=context)
+            networks = {"policy": NewNetwork(lambda moved=moved: policy(config, moved))}
+            backend = FsdpBackend(config, networks, CPU, torch.float32, shard, context=context)
             own = samples if size == context else samples[rank::size]
             micros = [MicroBatch((tuple(s.key for s in own),), 64, context)]
             data = StepData({s.key: s for s in own})

@@ -175,7 +175,7 @@ def trained(
     """Logprobs of each sample, laid out in these rows, by the trainer's network."""
     batch = MicroBatch(tuple(tuple(samples[i].key for i in row) for row in rows), width)
     packed = to_tensors(batch, {s.key: s for s in samples}, CPU)
-    logprobs_S, _ = policy(*packed.inputs)
+    logprobs_S, _ = policy(packed)
     by_key = {key: logprobs_S[packed.sample_S == i] for i, key in enumerate(packed.keys)}
     return [by_key[s.key] for s in samples]
 
@@ -234,7 +234,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(name, folders, monkeypatch):
     prompts.insert(0, prompts[0])
     model, network = ours(folders(name)), reference(folders(name), name)
     widths = list[int]()
-    hook = model.register_forward_pre_hook(
+    hook = model.get_decoder().register_forward_pre_hook(
         lambda _, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
     )
     found = generated(model, prompts, [12] * 5)

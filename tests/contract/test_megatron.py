@@ -30,9 +30,10 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.protocols import Receivers, Rendezvous
 from gcore.runtime.gloo import join
-from gcore.training import loading
+from gcore.training.backend import NewNetwork
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
+from gcore.training.state import TrainedName
 from gcore.types import MicroBatch, Topology
 from gcore.weights.bucket import unpack_bucket
 from gcore.weights.pretrained import open_weights
@@ -101,25 +102,14 @@ def config_for(folder: Path, case: Case) -> Config:
 
 def trainer_of(config: Config, topology: Topology | None, rank: int) -> TrainerRank:
     """Without a topology: FSDP2."""
-    make = partial(make_empty, config.model, None)
-    context = config.training.context_parallel
-    given = {"model": config.model, "seed": 0, "tokenizer": None}
-    backend: Any = partial(
-        FsdpBackend,
-        config,
-        make,
-        CPU,
-        torch.float32,
-        dist.get_world_size(),
-        1,
-        partial(loading.fill, device=CPU, **given),
-        context,
-    )
+    make, context = partial(make_empty, config.model, None), config.training.context_parallel
+    weights = partial(open_weights, model=config.model, seed=0, tokenizer=None)
+    networks: dict[TrainedName, NewNetwork] = {"policy": NewNetwork(make, open=weights)}
+    backend: Any = partial(FsdpBackend, config, networks, CPU, torch.float32, dist.get_world_size(), 1, context)
     if topology is not None:
         from gcore.training.megatron.backend import MegatronBackend
 
-        read = partial(open_weights, **given)
-        backend = partial(MegatronBackend, config, make, CPU, torch.float32, topology, read, context)
+        backend = partial(MegatronBackend, config, networks, CPU, torch.float32, topology, context)
     return TrainerRank(config, backend, rank, 1, Tracer(None, f"trainer-{rank}"))
 
 

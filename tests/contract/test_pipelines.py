@@ -68,7 +68,7 @@ def samples_of(config: Config, folder: Path, denoiser: Any, number: int = 3) -> 
 
 def logprobs_of(model: DenoiseModel, samples: dict[Any, Sample]) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
     packed = model.pack(MicroBatch((tuple(samples),), 8), samples, Ranks(None, (0,), 0))
-    found = model(*packed.inputs)[0]
+    found = model(packed)[0]
     rollout = np.concatenate([sample.rollout_logprobs_S for sample in samples.values()])
     return found.detach().numpy(), rollout, found
 

@@ -29,9 +29,10 @@ from gcore.preparation.samples import meta_of
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Metric, Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
-from gcore.training import loading, tensor_parallel
-from gcore.training.critic import new_critic
-from gcore.training.fsdp import FsdpBackend
+from gcore.training import tensor_parallel
+from gcore.training.backend import NewNetwork
+from gcore.training.critic import networks_of
+from gcore.training.fsdp import FsdpBackend, FsdpNetwork
 from gcore.training.rank import TrainerRank
 from gcore.types import Topology, UserError
 from gcore.weights.bucket import unpack_bucket
@@ -95,21 +96,18 @@ def backend_of(config: Config, world: World) -> Callable[[], Any]:
     """Makes the backend of a rank, with the starting weights that every world has."""
     tokenizer = load_tokenizer(config.model)
     make = partial(make_empty, config.model, tokenizer)
+    weights = partial(open_weights, model=config.model, seed=config.run.seed, tokenizer=tokenizer)
+    networks = networks_of(config, NewNetwork(make, open=weights), tokenizer, 64)
     if world.backend == "megatron":
         from gcore.training.megatron.backend import MegatronBackend
 
-        read = partial(open_weights, model=config.model, seed=config.run.seed, tokenizer=tokenizer)
-        critic = new_critic(config, tokenizer, CPU, 64)
-        return partial(MegatronBackend, config, make, CPU, torch.float32, world.topology, read, critic=critic)
-    given = {"model": config.model, "seed": config.run.seed, "device": CPU, "tokenizer": tokenizer}
-    fill, critic = partial(loading.fill, **given), new_critic(config, tokenizer, CPU, 64)
-    tensor = world.topology.tensor
-    return partial(FsdpBackend, config, make, CPU, torch.float32, world.shard, tensor, fill, critic=critic)
+        return partial(MegatronBackend, config, networks, CPU, torch.float32, world.topology)
+    return partial(FsdpBackend, config, networks, CPU, torch.float32, world.shard, world.topology.tensor)
 
 
 def parameters_of(critic: Any) -> dict[str, Any]:
-    if isinstance(critic, torch.nn.Module):
-        return dict(critic.network.named_parameters())
+    if isinstance(critic, FsdpNetwork):
+        return critic.parameters
     from gcore.training.megatron.weights import Gatherer
 
     return dict(Gatherer(critic.parameters, critic.empty, CPU).tensors())

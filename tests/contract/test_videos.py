@@ -33,8 +33,9 @@ from gcore.prompts.media import BadMedia
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.training.critic import fill_from_folder, value_model
+from gcore.training.critic import open_critic, value_model
 from gcore.training.media_model import MediaLogprobModel
+from gcore.training.shards import fill
 from gcore.types import Completion, Pixels, Request, Sample, SamplingParams, UserError
 from tests.vision_families import HALF, VIDEOS, computed, made_once, off, picture, save
 
@@ -265,7 +266,7 @@ def test_engine_and_trainer_are_the_joint_forward_pass(family: str, worlds: Call
     for key in keys:
         assert off(world.samples[key].rollout_logprobs_S, expected[key]) < CLOSE
     critic = value_model(make_empty(world.model, world.tokenizer, 384, scorer=True))
-    fill_from_folder(critic.network, world.model, 0, CPU, world.tokenizer)
+    fill(critic.network, open_critic(critic.network, world.model, 0, world.tokenizer), CPU)
     with torch.no_grad():
         critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
     values = {key: world.reference(world.samples[key], critic.network.score.weight[0]) for key in keys}

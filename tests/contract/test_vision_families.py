@@ -27,8 +27,9 @@ from gcore.models.networks import Adapters, adapters_in, load_model, make_empty
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.training.critic import ValueModel, fill_from_folder, value_model
+from gcore.training.critic import ValueModel, open_critic, value_model
 from gcore.training.media_model import MediaLogprobModel
+from gcore.training.shards import fill
 from gcore.types import Completion, Prompt, Request, Sample, SamplingParams
 from gcore.weights.receiver import base_of
 from tests.vision_families import CONFIGS, computed, made_once, off, picture, processor, save
@@ -107,7 +108,7 @@ class World:
     def critic(self) -> ValueModel:
         """From the model's folder, with a head that is not zero."""
         critic = value_model(make_empty(self.model, self.tokenizer, 256, scorer=True))
-        fill_from_folder(critic.network, self.model, 0, CPU, self.tokenizer)
+        fill(critic.network, open_critic(critic.network, self.model, 0, self.tokenizer), CPU)
         with torch.no_grad():
             critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
         return critic

@@ -102,7 +102,7 @@ def test_whatever_changes_the_state_waits_for_the_copy(tmp_path, monkeypatch, wh
 
 async def in_the_reference_pass(trainer: TrainerRank, slow: SlowCopy, batch: Any) -> None:
     """While the adapters of the reference are in the policy, the copy goes on, if nobody waits for it."""
-    real = trainer.backend.networks["policy"].forward
+    real = trainer.backend.networks["policy"].model.forward
 
     def forward(*args: Any) -> Any:
         slow.go.set()
@@ -110,7 +110,7 @@ async def in_the_reference_pass(trainer: TrainerRank, slow: SlowCopy, batch: Any
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.backend.networks["policy"], "forward", forward)
+        patch.setattr(trainer.backend.networks["policy"].model, "forward", forward)
         await trainer.prepare(batch)
 
 

@@ -205,6 +205,22 @@ def test_overrides(recipe, override, get, value):
     assert get(load_config(recipe, [override])) == value
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("training.lr=1e38", r"training: lr=1e\+38; expected a number of at most 1e\+30"),
+        (
+            "rewards.functions.0.weight=-1e99",
+            r"rewards.functions.0: weight=-1e\+99; expected a number of at most 1e\+30",
+        ),
+        ("run.hang_s=1e12", r"run.hang_s: input should be less than or equal to 1000000000, got 1000000000000"),
+    ],
+)
+def test_numbers_that_overflow_are_refused(recipe, given, message):
+    """PyTorch raises an error without the name of the key, and clocks do."""
+    assert re.search(message, refused(recipe, given))
+
+
 @pytest.mark.parametrize("number", [".inf", "-.inf", ".nan", "1e999"])
 @pytest.mark.parametrize(
     "key", ["training.lr", "algorithm.entropy_coef", "rewards.functions.0.weight", "rewards.timeout_s", "run.hang_s"]

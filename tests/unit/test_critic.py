@@ -17,10 +17,11 @@ from gcore.config.placement import CriticPlacement, Placement
 from gcore.config.tree import Config
 from gcore.content.tokens import tokens_of
 from gcore.controller.record import actor_row
-from gcore.models.networks import load_scorer
+from gcore.models.networks import SCORE, load_scorer
 from gcore.observe.trace import Tracer
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.training.critic import HEAD, new_critic
+from gcore.training.backend import NewNetwork
+from gcore.training.critic import networks_of
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.objective import StepData
 from gcore.training.rank import TrainerRank
@@ -46,8 +47,8 @@ def ppo_config(critic: dict[str, Any] | None = None, **algorithm) -> Config:
 
 
 def trainer_of(config: Config, begin: bool = True) -> TrainerRank:
-    critic = new_critic(config, load_tokenizer(config.model), CPU, 64)
-    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, critic=critic)
+    networks = networks_of(config, NewNetwork(lambda: network_of(config)), load_tokenizer(config.model), 64)
+    backend = partial(FsdpBackend, config, networks, CPU, torch.float32)
     trainer = TrainerRank(config, backend, 0, 1, Tracer(None, "trainer-0"))
     if begin:
         asyncio.run(trainer.begin())
@@ -55,7 +56,7 @@ def trainer_of(config: Config, begin: bool = True) -> TrainerRank:
 
 
 def critic_weights(trainer: TrainerRank) -> dict[str, np.ndarray]:
-    found = trainer.backend.networks["critic"].network.named_parameters()
+    found = trainer.backend.networks["critic"].model.network.named_parameters()
     return {name: p.detach().full_tensor().clone().numpy() for name, p in found}
 
 
@@ -89,7 +90,7 @@ def scorer_like(config: Config):
 def test_it_starts_as_the_policy_with_values_of_zero():
     trainer, samples = trainer_of(ppo_config()), samples_of()
     found, policy = critic_weights(trainer), weights_of(trainer)
-    assert found.pop(HEAD).any() == np.False_
+    assert found.pop(SCORE).any() == np.False_
     assert found.keys() == policy.keys() and all(np.array_equal(found[name], policy[name]) for name in found)
     assert not any(values.any() for values in values_of(trainer, samples).values())
 
@@ -181,7 +182,7 @@ def test_epochs_and_early_stop():
     # the first mini-batch has the policy of before; the next one sees that it has changed
     assert (stats.updates, stopped.trained["policy"].updates, stopped.trained["critic"].updates) == (1, 1, 6)
     assert stats.metrics["actor/stopped_early"].value == 1.0
-    assert all(p.grad is None for p in stopped.backend.networks["policy"].network.parameters())
+    assert all(p.grad is None for p in stopped.backend.networks["policy"].model.network.parameters())
     once = trainer_of(config)
     first = dataclasses.replace(batch, mini_batches=batch.mini_batches[:1])
     given = [s for s in samples if s.key in first.keys]
@@ -233,7 +234,7 @@ def test_a_critic_whose_weights_are_infinite_ends_the_run(monkeypatch):
     def step(lr, network="policy"):
         norm = real(lr, network)
         if network == "critic":
-            next(trainer.backend.networks["critic"].network.parameters()).data.fill_(math.inf)
+            next(trainer.backend.networks["critic"].model.network.parameters()).data.fill_(math.inf)
         return norm
 
     monkeypatch.setattr(trainer.backend, "step", step)
@@ -304,14 +305,15 @@ def test_with_adapters_the_critic_trains_whole(tmp_path):
     )
     trainer = trainer_of(config)
     start, base = critic_weights(trainer), dict(network_of(config).named_parameters())
-    assert not start[HEAD].any() and not any("lora" in name for name in start)
-    assert all(np.array_equal(value, base[name].detach().numpy()) for name, value in start.items() if name != HEAD)
-    frozen = trainer.backend.networks["policy"].network.get_parameter("model.embed_tokens.weight").full_tensor().clone()
+    assert not start[SCORE].any() and not any("lora" in name for name in start)
+    assert all(np.array_equal(value, base[name].detach().numpy()) for name, value in start.items() if name != SCORE)
+    policy = trainer.backend.networks["policy"].model.network
+    frozen = policy.get_parameter("model.embed_tokens.weight").full_tensor().clone()
     for seed in range(2):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
     trained = critic_weights(trainer)
     assert all(not np.array_equal(start[name], value) for name, value in trained.items())
-    after = trainer.backend.networks["policy"].network.get_parameter("model.embed_tokens.weight").full_tensor()
+    after = policy.get_parameter("model.embed_tokens.weight").full_tensor()
     assert torch.equal(frozen, after)
     save_state(trainer, tmp_path)
     other = trainer_of(config, begin=False)

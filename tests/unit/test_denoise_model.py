@@ -59,7 +59,7 @@ def test_logprobs_are_those_of_the_engine(tmp_path, denoising):
     packed = model.pack(micro_of(samples), samples, ALONE)
     assert len(packed.latents_P) == sum(int(s.mask_S.sum()) for s in samples.values()) < len(packed.sample_S)
     with torch.no_grad():
-        logprobs_S, entropy_S, _ = model(*packed.inputs)
+        logprobs_S, entropy_S, _ = model(packed)
     for i, key in enumerate(packed.keys):
         found, sample = logprobs_S[packed.sample_S == i].numpy(), samples[key]
         assert np.allclose(found, sample.rollout_logprobs_S, atol=1e-5, rtol=1e-5)
@@ -73,9 +73,9 @@ def test_packing_changes_nothing(tmp_path):
     samples, model = trained(config, tmp_path)
     together = model.pack(micro_of(samples), samples, ALONE)
     with torch.no_grad():
-        whole = model(*together.inputs)[0]
+        whole = model(together)[0]
         for i, key in enumerate(together.keys):
-            alone = model(*model.pack(micro_of([key]), samples, ALONE).inputs)[0]
+            alone = model(model.pack(micro_of([key]), samples, ALONE))[0]
             assert torch.allclose(alone, whole[together.sample_S == i], atol=1e-6)
 
 
@@ -83,14 +83,14 @@ def loss_of(model, samples, algorithm, advantages, columns=None):
     data = StepData(dict(samples), {"advantages": advantages, **(columns or {})})
     packed = model.pack(micro_of(samples), samples, ALONE)
     mini = MiniBatch((), sum(int(s.mask_S.sum()) for s in samples.values()), len(samples))
-    outputs = objective.StepOutputs(*packed.joined(*model(*packed.inputs)))
+    outputs = objective.StepOutputs(*packed.joined(*model(packed)))
     return objective.policy(algorithm, mini, 4)(outputs, step_columns(packed, data, CPU))
 
 
 def pass_of(model, samples, field):
     packed = model.pack(micro_of(samples), samples, ALONE)
     with torch.no_grad():
-        values = getattr(objective.StepOutputs(*model(*packed.inputs)), field)
+        values = getattr(objective.StepOutputs(*model(packed)), field)
     return {key: values[packed.sample_S == i] for i, key in enumerate(packed.keys)}
 
 
@@ -128,7 +128,7 @@ def test_kl_is_that_of_the_gaussians_or_of_the_velocities(tmp_path, estimator):
     algorithm = Algorithm(kl_coef=0.5, kl_estimator=estimator)
     loss, metrics = loss_of(models[0], samples, algorithm, advantages, {"ref_location": reference})
     packed = models[0].pack(micro_of(samples), samples, ALONE)
-    latents, _, times, steps, condition, *_ = packed.inputs
+    latents, times, steps, condition = packed.latents_P, packed.times_P, packed.steps_P, packed.condition
     every = torch.ones(len(steps), dtype=torch.bool)
     with torch.no_grad():
         predictions = [model.network(latents, times, condition, 1.0) for model in models]
@@ -162,7 +162,7 @@ def test_a_demonstration_is_a_regression_that_is_learned():
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     losses = []
     for _ in range(60):
-        outputs = objective.StepOutputs(*model(*packed.inputs))
+        outputs = objective.StepOutputs(*model(packed))
         loss, _ = objective.imitation(mini)(outputs, step_columns(packed, StepData(samples, {}), CPU))
         optimizer.zero_grad()
         loss.backward()
@@ -178,7 +178,7 @@ def test_a_rank_without_samples_joins_with_one_step():
     model = model_of(config)
     packed = model.pack(MicroBatch((), 8), {}, ALONE)
     columns = step_columns(packed, StepData(), CPU)
-    outputs = objective.StepOutputs(*model(*packed.inputs))
+    outputs = objective.StepOutputs(*model(packed))
     loss, _ = objective.policy(Algorithm(kl_coef=0.0), MiniBatch((), 5, 2), 4)(outputs, columns)
     loss.backward()
     assert packed.is_padding and float(loss) == 0

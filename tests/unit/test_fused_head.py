@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gcore.models.decoders import forbid
-from gcore.training.fused_head import Scaling, token_logprobs
+from gcore.training.fused_head import Head, Scaling, token_logprobs
 
 
 def plain(hidden, weight, targets, temperature, scaling):
@@ -53,9 +53,34 @@ SCALINGS = {
 def test_values_and_gradients_are_those_of_the_plain_layer(chunk, scaling, loss):
     hidden, weight, targets, temperature = inputs(dtype=torch.float32)
     found = gradients(
-        lambda h, w: token_logprobs(h, w, targets, temperature, scaling, chunk), hidden, weight, LOSSES[loss]
+        lambda h, w: token_logprobs(Head(chunk, scaling), h, w, targets, temperature), hidden, weight, LOSSES[loss]
     )
     expected = gradients(lambda h, w: plain(h, w, targets, temperature, scaling), hidden, weight, LOSSES[loss])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("padded", [0, 2])
+@pytest.mark.parametrize("kept", [True, False])
+def test_candidates_and_rows_that_only_pad(kept, padded):
+    """One rank here; groups of ranks are in the contract tests."""
+    hidden, weight, targets, temperature = inputs(steps=7, width=6, vocabulary=11, dtype=torch.float32)
+    targets = torch.tensor([0, 3, 10, 5, 2, 2, 7])
+    ids, counts = torch.tensor([0, 4, 3, 10, 1, 5, 7]), torch.tensor([2, 1, 2, 1, 0, 0, 1])  # 0: all tokens
+    rows = [[0, 4], [3], [10, 1], [5], range(11), range(11), [7]]
+    allowed = torch.tensor([[token in row for token in range(11)] for row in rows])
+
+    def expected_of(h, w):
+        logits = h @ w.t() / temperature[:, None]
+        logprobs = torch.log_softmax(logits.masked_fill(~allowed, -1e9) if kept else logits, -1)
+        return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+    def found_of(h, w):
+        rest = torch.full((padded, w.shape[1]), 5.0)
+        head, candidates = Head(2, size=11), (ids, counts) if kept else None
+        return token_logprobs(head, h, torch.cat([w, rest]), targets, temperature, candidates)
+
+    found, expected = (gradients(function, hidden, weight, LOSSES["both"]) for function in (found_of, expected_of))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
@@ -63,7 +88,7 @@ def test_values_and_gradients_are_those_of_the_plain_layer(chunk, scaling, loss)
 def test_frozen_weights_get_no_gradient():
     hidden, weight, targets, temperature = inputs(dtype=torch.float32)
     hidden.requires_grad_()
-    token_logprobs(hidden, weight, targets, temperature, Scaling(), 8)[0].sum().backward()
+    token_logprobs(Head(8), hidden, weight, targets, temperature)[0].sum().backward()
     assert hidden.grad is not None and weight.grad is None
 
 
@@ -83,7 +108,7 @@ def test_no_more_than_a_chunk_of_logits_is_held():
     hidden, weight, targets, temperature = inputs(steps=4000, width=4, vocabulary=300, dtype=torch.float32)
     hidden.requires_grad_()
     with Largest() as fused:
-        token_logprobs(hidden, weight, targets, temperature, Scaling(), 100)[0].sum().backward()
+        token_logprobs(Head(100), hidden, weight, targets, temperature)[0].sum().backward()
     with Largest() as naive:
         plain(hidden, weight, targets, temperature, Scaling())[0].sum().backward()
     assert naive.size == 4000 * 300 and fused.size == 100 * 300

@@ -20,9 +20,10 @@ from gcore.config.base import Lora, Model
 from gcore.models.networks import load_model, make_empty
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
-from gcore.training.loading import fill, fill_from
-from gcore.training.lora import adapt
+from gcore.training.lora import adapt, fill_adapters
+from gcore.training.shards import copy_weights, fill
 from gcore.types import UserError
+from gcore.weights.pretrained import open_weights
 from tests.contract.test_families import FAMILIES, family, save
 from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import config_of, load_tokenizer
@@ -38,7 +39,7 @@ def path_of(folder: Path) -> Model:
 def filled(model: Model, tokenizer: Any = None, seed: int = 0) -> Any:
     network = make_empty(model, tokenizer, None)
     assert all(p.is_meta and p.dtype == torch.float32 for p in network.parameters())
-    fill(network, model, seed, CPU, tokenizer)
+    fill(network, open_weights(network, model, seed, tokenizer), CPU)
     return network
 
 
@@ -126,6 +127,18 @@ def test_missing_and_unknown_names(tmp_path):
         filled(edited(tmp_path, model__odd__weight=None, **{name.replace(".", "__"): torch.ones(2, 2)}))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(bad, tmp_path):
+    save(FAMILIES["qwen3"](), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
+    tensors[name][3, 5] = bad
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"model\.path={tmp_path}: {name} is NaN or infinite"):
+        load_model(path_of(tmp_path), None, 0, torch.float32, CPU)
+
+
 def test_without_safetensors_the_whole_model_is_read(tmp_path, caplog):
     save(FAMILIES["llama"](), tmp_path)
     expected = load_model(path_of(tmp_path), None, 0, torch.float32, CPU)
@@ -156,7 +169,8 @@ def test_adapters_on_an_empty_network(tmp_path, dtype):
     network, expected = make_empty(path_of(tmp_path), None), load_model(path_of(tmp_path), None, 0, torch.float32, CPU)
     assert adapt(network, lora, 5, dtype) == adapt(expected, lora, 5, dtype)
     assert all(p.is_meta for p in network.parameters())
-    fill(network, path_of(tmp_path), 5, CPU, None)
+    fill(network, open_weights(network, path_of(tmp_path), 5, None), CPU)
+    fill_adapters(network, 5)
     assert_same(network, expected)
     trained = {name for name, p in network.named_parameters() if p.requires_grad}
     assert trained == {name for name, p in expected.named_parameters() if p.requires_grad} and len(trained) == 56
@@ -200,7 +214,7 @@ def _rank(rank: int, address: str, folder: str) -> None:
             network = make_empty(model, tokenizer)
             shard(network, how)
             sizes = {p.to_local().numel() / p.numel() for p in network.parameters() if isinstance(p, DTensor)}
-            fill(network, model, 3, CPU, tokenizer)
+            fill(network, open_weights(network, model, 3, tokenizer), CPU)
             assert_same(network, expected)
             tokens = torch.arange(4, 14)[None]
             with torch.no_grad():
@@ -208,7 +222,7 @@ def _rank(rank: int, address: str, folder: str) -> None:
                 assert torch.allclose(logits, expected(tokens).logits, atol=1e-5)
             copy = make_empty(model, tokenizer)
             shard(copy, how)
-            fill_from(copy, network, CPU)
+            copy_weights(copy, network, CPU)
             assert_same(copy, expected)
             assert copy.lm_head.weight.to_local().data_ptr() != network.lm_head.weight.to_local().data_ptr()
             report[f"{model.path is None} {how}"] = sorted(sizes)
@@ -217,7 +231,8 @@ def _rank(rank: int, address: str, folder: str) -> None:
     for each in (network, expected):
         adapt(each, lora, 3, torch.bfloat16)
     shard(network, "shards")
-    fill(network, stored[0], 3, CPU, None)
+    fill(network, open_weights(network, stored[0], 3, None), CPU)
+    fill_adapters(network, 3)
     assert_same(network, expected)
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(report))
 

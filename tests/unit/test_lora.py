@@ -27,7 +27,8 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
-from gcore.training.fsdp import FsdpBackend
+from gcore.training.backend import NewNetwork
+from gcore.training.fsdp import AdapterReference, FsdpBackend
 from gcore.training.lora import adapt
 from gcore.training.rank import TrainerRank
 from gcore.types import UserError
@@ -166,18 +167,19 @@ def test_training_changes_adapters_alone_and_merged_they_are_the_policy(architec
     build = {**config_of().model.build.model_dump(), "architecture": architecture}
     config = config_of(model={"build": build, "lora": LORA}, training={"weight_decay": 0.1, "max_grad_norm": 0.01})
     trainer = trainer_of(config)
-    before = {n: p.full_tensor().clone() for n, p in trainer.backend.networks["policy"].network.named_parameters()}
+    network = trainer.backend.networks["policy"].model.network
+    before = {n: p.full_tensor().clone() for n, p in network.named_parameters()}
     asyncio.run(trainer.begin())
     for seed in range(3):
         stats = update(trainer, samples_of(seed), batch_of(samples_of(seed)))
         assert stats.grad_norm > 0 and stats.skipped == 0
     changed = {
         n
-        for n, p in trainer.backend.networks["policy"].network.named_parameters()
+        for n, p in trainer.backend.networks["policy"].model.network.named_parameters()
         if not torch.equal(p.full_tensor(), before[n])
     }
     assert changed == {layer + end for layer in LAYERS for end in (LORA_A, LORA_B)} == set(weights_of(trainer))
-    assert len(trainer.backend.optimizers["policy"].state) == 28
+    assert len(trainer.backend.networks["policy"].optimizer.state) == 28
     info = asyncio.run(trainer.info())
     assert info.num_parameters == sum(v.size for v in weights_of(trainer).values())
     merged, samples = merged_of(trainer), samples_of(7)
@@ -214,7 +216,7 @@ def test_the_reference_is_the_policy_at_begin(mini_batches):
                 trainer._data.columns["old_logprobs"][sample.key], alone(now, sample)[0], atol=1e-5, rtol=0
             )
     assert same(weights_of(trainer), factors)  # its own are back
-    assert "reference" not in trainer.backend.networks
+    assert type(trainer.backend.networks["reference"]) is AdapterReference  # not a second network
     batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples})
     assert asyncio.run(trainer.update(batch)).metrics["actor/approx_kl"].total == pytest.approx(0, abs=0.1)
 
@@ -222,10 +224,10 @@ def test_the_reference_is_the_policy_at_begin(mini_batches):
 def test_in_bfloat16_the_base_is_held_so_and_adapters_are_not():
     config, samples = lora_of(training={"activation_checkpointing": True}), samples_of()
     exact = trainer_of(lora_of())
-    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.bfloat16)
+    backend = partial(FsdpBackend, config, {"policy": NewNetwork(lambda: network_of(config))}, CPU, torch.bfloat16)
     publisher = WeightPublisher(0, "host_memory", torch.bfloat16)
     trainer = TrainerRank(config, backend, 0, 1, Tracer(None, "trainer-0"), publisher)
-    parameters = trainer.backend.networks["policy"].network.named_parameters()
+    parameters = trainer.backend.networks["policy"].model.network.named_parameters()
     kinds = {(name.endswith((LORA_A, LORA_B)), p.dtype) for name, p in parameters}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     entropies = (
@@ -235,7 +237,7 @@ def test_in_bfloat16_the_base_is_held_so_and_adapters_are_not():
     found, expected = entropies
     assert found == pytest.approx(expected, rel=0.01) and found != expected
     assert {str(value.dtype) for value in weights_of(trainer).values()} == {"float32"}
-    rotary = trainer.backend.networks["policy"].network.model.rotary_emb.inv_freq
+    rotary = trainer.backend.networks["policy"].model.network.model.rotary_emb.inv_freq
     assert rotary.dtype == torch.float32
 
 
@@ -252,7 +254,7 @@ def train_as(rank: int, size: int, shard: int, folder: Path, dtype: torch.dtype 
     sections = {"algorithm": {"kl_coef": 0.1, "mini_batches": 2}, "training": {"activation_checkpointing": True}}
     config = lora_of(**sections)
     tracer, norms = Tracer(None, f"trainer-{rank}"), list[float]()
-    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, dtype, shard)
+    backend = partial(FsdpBackend, config, {"policy": NewNetwork(lambda: network_of(config))}, CPU, dtype, shard)
     trainer = TrainerRank(config, backend, rank, 1, tracer)
     asyncio.run(trainer.begin())
     for seed in range(2):
@@ -362,7 +364,7 @@ def test_logits_and_gradients_are_those_of_peft():
     gradients: dict[str, torch.Tensor] = {}
 
     def look(lr: float, network: str = "policy") -> float:
-        parameters = trainer.backend.networks["policy"].network.named_parameters()
+        parameters = trainer.backend.networks["policy"].model.network.named_parameters()
         gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
         return 0.0
 

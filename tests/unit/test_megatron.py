@@ -99,40 +99,6 @@ def test_boxes_are_what_mbridge_converts():
         assert all(torch.equal(found[n], tensor) for n, tensor in zip(names, expected, strict=True))
 
 
-def test_the_split_output_layer_is_the_whole_one():
-    """One rank here; groups of ranks are in the contract tests."""
-    from gcore.training.logprob_model import _mask_others
-    from gcore.training.megatron import head
-
-    torch.manual_seed(0)
-    hidden, weight = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((7, 6), (11, 6)))
-    targets, temperature = torch.tensor([0, 3, 10, 5, 2, 2, 7]), torch.rand(7) + 0.5
-    ids, counts = torch.tensor([0, 4, 3, 10, 1, 5, 7]), torch.tensor([2, 1, 2, 1, 0, 0, 1])  # 0: all tokens
-    use = torch.randn(7), torch.randn(7)
-
-    def gradients(logprobs, entropy):
-        loss = (logprobs * use[0] + entropy * use[1]).sum()
-        return (logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, (hidden, weight)))
-
-    for candidates in ((None, None), (ids, counts)):
-        logits = hidden @ weight.t() / temperature[:, None]
-        if candidates[0] is not None:
-            logits = _mask_others(logits, *candidates)
-        logprobs = torch.log_softmax(logits, -1)
-        expected = gradients(
-            logprobs.gather(-1, targets[:, None])[:, 0],
-            -(logprobs.exp() * logprobs).sum(-1),
-        )
-        steps = head.Steps(targets, temperature, *candidates)
-        before, head.LOGITS_AT_ONCE = head.LOGITS_AT_ONCE, 22  # two steps at a time
-        try:
-            found = gradients(*head.token_logprobs(hidden, weight, steps, head.Split(None, 0, 11)))
-        finally:
-            head.LOGITS_AT_ONCE = before
-        for ours, theirs in zip(found, expected, strict=True):
-            assert torch.allclose(ours.double(), theirs, atol=1e-5)
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
     path = tmp_path / "recipe.yaml"

@@ -33,10 +33,11 @@ from gcore.preparation.samples import meta_of
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, Rendezvous
 from gcore.runtime.gloo import join
-from gcore.training import loading
+from gcore.training.backend import NewNetwork
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
 from gcore.weights import bucket
+from gcore.weights.pretrained import open_weights
 from gcore.weights.publisher import WeightPublisher
 from tests.contract.test_families import family
 from tests.unit.test_training import CPU, config_of, samples_of, save_state, update
@@ -100,9 +101,9 @@ class Memory:
 
 def trainer_of(rank: int, config: Config) -> TrainerRank:
     tokenizer = load_tokenizer(config_of().model)
-    make, weights = partial(make_empty, config.model, tokenizer, 24), {"model": config.model, "tokenizer": tokenizer}
-    fill = partial(loading.fill, **weights, seed=0, device=CPU)
-    backend = partial(FsdpBackend, config, make, CPU, torch.float32, shard=RANKS, fill=fill)
+    weights = partial(open_weights, model=config.model, seed=0, tokenizer=tokenizer)
+    policy = NewNetwork(partial(make_empty, config.model, tokenizer, 24), open=weights)
+    backend = partial(FsdpBackend, config, {"policy": policy}, CPU, torch.float32, shard=RANKS)
     return TrainerRank(config, backend, rank, 1, Tracer(None, f"trainer-{rank}"), WeightPublisher(rank))
 
 

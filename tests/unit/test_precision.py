@@ -105,7 +105,7 @@ def roles(folder: Path) -> dict[str, Any]:
 
 def network_in(role: Any) -> Any:
     owner = getattr(role, "backend", role)
-    return owner.networks["policy"].network if hasattr(owner, "networks") else owner._model
+    return owner.networks["policy"].model.network if hasattr(owner, "networks") else owner._model
 
 
 @pytest.mark.parametrize("name", ["engine", "judge", "scorer", "trainer"])
@@ -181,7 +181,7 @@ def test_the_trainer_in_bfloat16_is_as_near_to_float32_as_the_library(roles, tex
         width = len(rows[0]) * (PROMPT + STEPS)
         packed = to_tensors(MicroBatch(rows, width), {s.key: s for s in samples}, torch.device("cpu"))
         with torch.no_grad():
-            logprobs_S, _ = roles["trainer"].backend.networks["policy"](*packed.inputs)
+            logprobs_S, _ = roles["trainer"].backend.networks["policy"].model(packed)
         found = [logprobs_S[packed.sample_S == i].numpy() for i in range(len(packed.keys))]
         assert error(found, wanted) < 1.3 * error(usual, wanted)
 

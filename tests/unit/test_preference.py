@@ -49,7 +49,7 @@ def ours(network, samples, loss: str, settings: Preference, ref):
     (batch,) = lay_out(samples)
     mini = batch.mini_batches[0]
     packed = to_tensors(mini.micro_batches[0], {s.key: s for s in samples}, CPU)
-    outputs = StepOutputs(*LogprobModel(network)(*packed.inputs))
+    outputs = StepOutputs(*LogprobModel(network)(packed))
     columns = step_columns(packed, StepData({s.key: s for s in samples}, {"ref_logprobs": ref}), CPU)
     return preference(loss, settings, mini)(outputs, columns)
 
@@ -210,7 +210,7 @@ def test_gradients_do_not_depend_on_the_layout(loss):
         trainer = trainer_of(config)
         asyncio.run(trainer.begin())
         with torch.no_grad():  # so that the reference differs
-            for parameter in trainer.backend.networks["policy"].parameters():
+            for parameter in trainer.backend.networks["policy"].model.parameters():
                 parameter.mul_(1.2)
         sums, metrics = {}, {}
         batches = lay_out(samples, **options)
@@ -284,7 +284,7 @@ def test_kto_of_trl(tmp_path, shift):
     )
     samples, trainer = labelled(3), trainer_of(config)
     asyncio.run(trainer.begin())
-    reference = trainer.backend.networks["reference"].network
+    reference = trainer.backend.networks["reference"].model.network
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(1.0 + shift)

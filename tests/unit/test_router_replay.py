@@ -77,7 +77,7 @@ def logprobs(model: LogprobModel, samples: list[Sample], packed_rows: bool, repl
     packed = to_tensors(MicroBatch(rows, 40), {s.key: s for s in samples}, CPU)
     if not replay:
         packed = dataclasses.replace(packed, experts_RWLK=None)
-    found_S: torch.Tensor = model(*packed.inputs)[0]
+    found_S: torch.Tensor = model(packed)[0]
     return found_S
 
 

@@ -10,7 +10,7 @@ import torch
 from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
 from gcore.config.advice import warnings
 from gcore.content.tokens import SamplingMask, Tokens
-from gcore.generation.decoding import SamplingRows, sample
+from gcore.generation.decoding import RowTable, sample
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
@@ -49,7 +49,7 @@ def test_joined_by_hand():
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.7, "temperature": 0.8}])
 def test_sampling_gives_what_was_left_and_logprobs_among_it(limits):
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 2, (6, 20)).astype(np.float32))
-    rows = SamplingRows(8)
+    rows = RowTable(8)
     for i in range(6):  # every other row is asked
         params = SamplingParams(1, **limits, keep_mask=i % 2 == 0)
         rows.put(i, Request(Tokens(PROMPT), params, noise_key(i)))
@@ -70,7 +70,7 @@ def test_sampling_gives_what_was_left_and_logprobs_among_it(limits):
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 3, "temperature": 0.0}])
 def test_nothing_is_kept_where_nothing_was_left_out_or_nothing_sampled(params):
-    rows = SamplingRows(1)
+    rows = RowTable(1)
     rows.put(0, Request(Tokens(PROMPT), SamplingParams(1, **params, keep_mask=True), 1))
     assert sample(torch.randn(1, 20), rows)[2] == {}
 
@@ -102,8 +102,8 @@ def test_engine_and_trainer_agree():
     assert max(c.content.sampling_mask.counts_S.max() for c in completions) > 1
     packed = to_tensors(MicroBatch((((0, 0), (0, 1)), ((0, 2), (0, 3)), ((0, 4),)), 18), samples, CPU)
     with torch.no_grad():
-        logprobs_S, entropy_S = LogprobModel(network)(*packed.inputs)
-        full_S, _ = LogprobModel(network)(*dataclasses.replace(packed, sampling_mask=None).inputs)
+        logprobs_S, entropy_S = LogprobModel(network)(packed)
+        full_S, _ = LogprobModel(network)(dataclasses.replace(packed, sampling_mask=None))
     sampled_S = np.concatenate([samples[key].rollout_logprobs_S for key in packed.keys])
     assert torch.allclose(logprobs_S, torch.from_numpy(sampled_S), atol=1e-5)
     assert torch.isfinite(entropy_S).all() and (entropy_S >= -1e-6).all()
@@ -130,11 +130,11 @@ def test_the_gradient_of_the_sampled_policy_has_mean_zero(corrected):
     mask = mask_of(ids)
     samples = {(0, i): sample_of(target, mask, i) for i, target in enumerate(ids)}
     packed = to_tensors(MicroBatch(tuple(((0, i),) for i in range(4)), 8), samples, CPU)
-    sampled_S = policy(*packed.inputs)[0].exp().detach()
+    sampled_S = policy(packed)[0].exp().detach()
     assert float(sampled_S.sum()) == pytest.approx(1, abs=1e-6)
     if not corrected:
         packed = dataclasses.replace(packed, sampling_mask=None)
-    (sampled_S * policy(*packed.inputs)[0]).sum().backward()
+    (sampled_S * policy(packed)[0]).sum().backward()
     norm = float(torch.cat([p.grad.flatten() for p in network.parameters()]).norm())
     assert norm < 1e-6 if corrected else norm > 0.1
 
@@ -149,7 +149,7 @@ def test_logits_in_chunks_and_steps_without_limits(monkeypatch):
 
     def run():
         policy.zero_grad()
-        logprobs_S, entropy_S = policy(*packed.inputs)
+        logprobs_S, entropy_S = policy(packed)
         (logprobs_S.sum() + entropy_S.sum()).backward()
         return logprobs_S.detach(), torch.cat([p.grad.flatten() for p in network.parameters()])
 

@@ -18,6 +18,7 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import add_metrics
+from gcore.training.backend import NewNetwork
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.preference import Pairs, bradley_terry
 from gcore.training.rank import TrainerRank
@@ -62,7 +63,8 @@ def scorer_of(config: Config):
 
 
 def trainer_of(config: Config) -> TrainerRank:
-    backend = partial(FsdpBackend, config, lambda: scorer_of(config), CPU, torch.float32, wrap=ScoreModel)
+    policy = NewNetwork(lambda: scorer_of(config), ScoreModel)
+    backend = partial(FsdpBackend, config, {"policy": policy}, CPU, torch.float32)
     return TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
 
 
@@ -112,7 +114,7 @@ def test_an_evaluation_changes_nothing_and_has_the_same_metrics():
     config = config_of()
     samples, trainer = samples_of_pairs(PAIRS), trainer_of(config)
     asyncio.run(trainer.begin())
-    before = [p.detach().clone() for p in trainer.backend.networks["policy"].network.parameters()]
+    before = [p.detach().clone() for p in trainer.backend.networks["policy"].model.network.parameters()]
     (batch,) = lay_out(samples, max_tokens=60)
 
     async def evaluate():
@@ -124,5 +126,5 @@ def test_an_evaluation_changes_nothing_and_has_the_same_metrics():
     assert found["preference/loss"].weight == len(PAIRS)
     for name, metric in found.items():
         assert metric.value == pytest.approx(stats.metrics[name].value, abs=1e-6), name
-    after = list(trainer.backend.networks["policy"].network.parameters())
+    after = list(trainer.backend.networks["policy"].model.network.parameters())
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, after, strict=True))

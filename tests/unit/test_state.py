@@ -21,6 +21,7 @@ from gcore.models.networks import load_model
 from gcore.observe.trace import Tracer
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
+from gcore.training.backend import NewNetwork
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
 from gcore.types import UserError
@@ -66,7 +67,8 @@ def _rank(rank: int, address: str, folder: str) -> None:
     source = Path(folder) / "1"
     for shard in (4, 2):  # one copy; two copies of two shards; each reads what the one before it wrote
         tracer = Tracer(None, f"trainer-{rank}")
-        backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, shard)
+        policy = NewNetwork(lambda: network_of(config))
+        backend = partial(FsdpBackend, config, {"policy": policy}, CPU, torch.float32, shard)
         trainer = TrainerRank(config, backend, rank, 1, tracer)
         asyncio.run(trainer.load(str(source)))
         assert trainer.trained["policy"].updates == 3
@@ -106,7 +108,7 @@ def test_before_the_first_update_there_are_no_moments(tmp_path):
     samples = samples_of()
     update(other, samples, batch_of(samples))
     asyncio.run(other.load(str(tmp_path)))
-    assert other.trained["policy"].updates == 0 and not other.backend.optimizers["policy"].state
+    assert other.trained["policy"].updates == 0 and not other.backend.networks["policy"].optimizer.state
     assert update(other, samples, batch_of(samples)) == update(trainer, samples, batch_of(samples))
 
 

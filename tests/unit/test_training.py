@@ -25,6 +25,7 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, UpdateStats
 from gcore.training import logprob_model as policy_module
 from gcore.training import optimizer as optimizer_module
+from gcore.training.backend import NewNetwork
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.training.lora import trainable_parameters
@@ -54,7 +55,7 @@ def network_of(config: Config):
 
 
 def trainer_of(config: Config) -> TrainerRank:
-    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32)
+    backend = partial(FsdpBackend, config, {"policy": NewNetwork(lambda: network_of(config))}, CPU, torch.float32)
     return TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
 
 
@@ -147,7 +148,7 @@ def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens
     with torch.no_grad():
         for micro in micros:
             packed = to_tensors(micro, by_key, CPU, in_one_row)
-            logprobs, entropies = policy(*packed.inputs)
+            logprobs, entropies = policy(packed)
             for i, key in enumerate(packed.keys):
                 expected, entropy = alone(reference, by_key[key], by_key[key].temperature)
                 assert torch.allclose(logprobs[packed.sample_S == i], expected, atol=1e-5, rtol=0), key
@@ -191,14 +192,18 @@ def test_packed_by_hand():
     assert to_tensors(MicroBatch((((0, 0),), ((1, 0),)), 6), samples, CPU).mask_R1WW is None
 
 
-def test_logits_in_chunks_are_the_same(monkeypatch):
+@pytest.mark.parametrize("biased", [False, True])
+def test_logits_in_chunks_are_the_same(monkeypatch, biased):
     config, samples = config_of(), samples_of()
-    policy = LogprobModel(network_of(config))
+    network = network_of(config)
+    if biased:
+        network.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(network.lm_head.weight)))
+    policy = LogprobModel(network)
     packed = to_tensors(batch_of(samples).mini_batches[0].micro_batches[0], {s.key: s for s in samples}, CPU)
 
     def run():
         policy.zero_grad()
-        logprobs, entropies = policy(*packed.inputs)
+        logprobs, entropies = policy(packed)
         (logprobs.sum() + entropies.square().sum()).backward()
         return logprobs.detach(), entropies.detach(), [p.grad.clone() for p in policy.parameters()]
 
@@ -217,7 +222,7 @@ def gradients_of(trainer: TrainerRank, samples, batch: TrainBatch) -> tuple[dict
     found: dict[str, torch.Tensor] = {}
 
     def look(lr, network="policy"):
-        for name, parameter in trainer.backend.networks["policy"].network.named_parameters():
+        for name, parameter in trainer.backend.networks["policy"].model.network.named_parameters():
             found[name] = parameter.grad.full_tensor().clone()
             parameter.grad = None
         return 0.0
@@ -374,7 +379,7 @@ def test_norms_and_biases_decay_only_if_asked(asked):
     training = {"lr": 0.2, "weight_decay": 0.5, "weight_decay_norms": asked}
     trainer, samples = trainer_of(config_of(model=model, training=training)), samples_of()
     with torch.no_grad():
-        for parameter in trainer.backend.networks["policy"].network.parameters():
+        for parameter in trainer.backend.networks["policy"].model.network.parameters():
             if parameter.ndim < 2:
                 parameter.fill_(0.5)
     before = weights_of(trainer)
@@ -439,13 +444,13 @@ def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row(tmp_path):
     trainer, samples = trainer_of(config_of(run=run, training={"max_bad_updates": 2})), samples_of()
     update(trainer, samples, batch_of(samples))
     before = weights_of(trainer)
-    moments = [v["exp_avg"].full_tensor().clone() for v in trainer.backend.optimizers["policy"].state.values()]
+    moments = [v["exp_avg"].full_tensor().clone() for v in trainer.backend.networks["policy"].optimizer.state.values()]
     bad = update(trainer, poisoned(samples), batch_of(samples))
     assert (bad.skipped, bad.grad_norm, bad.updates) == (1.0, 0.0, 1.0)
-    parameters = list(trainer.backend.networks["policy"].network.parameters())
+    parameters = list(trainer.backend.networks["policy"].model.network.parameters())
     assert all(isinstance(p, DTensor) for p in parameters)  # sharded again after the dump, so a checkpoint is exact
     assert same(weights_of(trainer), before)
-    after = [v["exp_avg"].full_tensor() for v in trainer.backend.optimizers["policy"].state.values()]
+    after = [v["exp_avg"].full_tensor() for v in trainer.backend.networks["policy"].optimizer.state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
     good = update(trainer, samples, batch_of(samples))  # breaks the row
     assert good.skipped == 0.0 and not same(weights_of(trainer), before)
@@ -496,6 +501,16 @@ def test_weights_that_became_nan_end_the_run_at_once(objective):
         update(trainer, samples_of(), batch)
 
 
+def test_weights_that_are_nan_at_the_start_are_no_fault_of_the_learning_rate():
+    config = config_of()
+    network = network_of(config)
+    with torch.no_grad():
+        next(network.parameters())[0, 0] = math.nan
+    backend = partial(FsdpBackend, config, lambda: network, CPU, torch.float32)
+    with pytest.raises(UserError, match=r"weights of the policy are NaN or infinite before the first .*model\.path"):
+        TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
+
+
 def test_the_number_of_files_is_bounded(tmp_path):
     config = config_of(run={"dir": str(tmp_path), "name": "sick"}, training=PATIENT)
     trainer, samples = trainer_of(config), samples_of(prompts=1)
@@ -517,7 +532,7 @@ def test_the_kl_in_the_reward_is_charged_to_the_sample_or_to_each_step(estimator
     reference = network_of(trainer._config)
     asyncio.run(trainer.begin())
     with torch.no_grad():
-        for parameter in trainer.backend.networks["policy"].network.parameters():
+        for parameter in trainer.backend.networks["policy"].model.network.parameters():
             parameter.mul_(1.05)  # away from the reference
     policy = trainer_network(trainer)
     batch = batch_of(samples, 40)
@@ -563,15 +578,15 @@ def test_the_reference_stays_frozen():
     trainer, samples = trainer_of(config), samples_of()
     update(trainer, samples, batch_of(samples, objective="imitation"))  # the reference is the policy at `begin`
     asyncio.run(trainer.begin())
-    assert trainer.trained["policy"].updates == 0 and not trainer.backend.optimizers["policy"].state
+    assert trainer.trained["policy"].updates == 0 and not trainer.backend.networks["policy"].optimizer.state
     start = weights_of(trainer)
     reference = trainer.backend.networks["reference"]
     kl = [update(trainer, samples, batch_of(samples)).metrics["actor/kl"].total for _ in range(3)]
     assert kl[0] == pytest.approx(0, abs=1e-5) and 1e-4 < kl[1] < kl[2]
     assert trainer.backend.networks["reference"] is reference
-    assert not any(p.requires_grad for p in reference.parameters())
-    assert all(p.grad is None for p in reference.parameters())
-    frozen = {name: p.full_tensor().numpy() for name, p in trainable_parameters(reference.network).items()}
+    assert not any(p.requires_grad for p in reference.model.parameters())
+    assert all(p.grad is None for p in reference.model.parameters())
+    frozen = {name: p.full_tensor().numpy() for name, p in trainable_parameters(reference.model.network).items()}
     assert same(frozen, start) and not same(weights_of(trainer), start)
 
 
@@ -609,8 +624,8 @@ def test_state_round_trip_is_exact(tmp_path, kl_coef):
 
 def state_of(trainer: TrainerRank) -> dict[str, np.ndarray]:
     found = {}
-    for name, parameter in trainer.backend.networks["policy"].network.named_parameters():
-        entry = trainer.backend.optimizers["policy"].state[parameter]
+    for name, parameter in trainer.backend.networks["policy"].model.network.named_parameters():
+        entry = trainer.backend.networks["policy"].optimizer.state[parameter]
         found[f"{name}/step"] = entry["step"].numpy()
         for moment in ("exp_avg", "exp_avg_sq"):
             found[f"{name}/{moment}"] = entry[moment].full_tensor().numpy().copy()
@@ -625,7 +640,8 @@ def test_off_load_changes_no_number(tmp_path, monkeypatch, offload):
     plain, moved = (
         trainer_of(config_of(algorithm=algorithm, training={"offload": chosen})) for chosen in ("none", offload)
     )
-    assert len(plain.backend.optimizers["policy"]._parts) == 1 and len(moved.backend.optimizers["policy"]._parts) > 10
+    parts = [len(trainer.backend.networks["policy"].optimizer._parts) for trainer in (plain, moved)]
+    assert parts[0] == 1 and parts[1] > 10
     for trainer in (plain, moved):
         asyncio.run(trainer.begin())
         for seed in range(2):

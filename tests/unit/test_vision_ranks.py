@@ -19,7 +19,7 @@ from gcore.config.tree import Config
 from gcore.cost.workload import CostModel
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
-from gcore.models.networks import LORA_A, LORA_B, adapters_of
+from gcore.models.networks import LORA_A, LORA_B, SCORE, adapters_of
 from gcore.models.towers import tower_parameters
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
@@ -27,7 +27,8 @@ from gcore.preparation.samples import meta_of
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
-from gcore.training.critic import HEAD, new_critic
+from gcore.training.backend import NewNetwork
+from gcore.training.critic import networks_of
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.media_model import MediaLogprobModel
 from gcore.training.rank import TrainerRank
@@ -59,8 +60,9 @@ def config_for(case: str) -> Config:
 
 
 def rank_of(config: Config, rank: int, shard: int) -> TrainerRank:
-    options = {"wrap": MediaLogprobModel, "critic": new_critic(config, load_tokenizer(config.model), CPU, 48)}
-    make = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, shard, **options)
+    policy = NewNetwork(lambda: network_of(config), MediaLogprobModel)
+    networks = networks_of(config, policy, load_tokenizer(config.model), 48)
+    make = partial(FsdpBackend, config, networks, CPU, torch.float32, shard)
     return TrainerRank(config, make, rank, 1, Tracer(None, f"trainer-{rank}"))
 
 
@@ -86,12 +88,12 @@ def train_as(rank: int, size: int, shard: int, case: str, folder: Path) -> None:
         for index in range(plan.num_buckets):
             weights |= unpack_bucket(await trainer.weight_bucket(index, Receivers(())))
         if (critic := trainer.backend.networks.get("critic")) is not None:
-            found = critic.network.named_parameters()
+            found = critic.model.network.named_parameters()
             weights |= {f"critic/{name}": p.full_tensor().detach().clone() for name, p in found}
         return rows, weights
 
     found = asyncio.run(run())
-    torch.save((*found, trainer.backend.networks["policy"].encoded), folder / f"{name}.pt")
+    torch.save((*found, trainer.backend.networks["policy"].model.encoded), folder / f"{name}.pt")
 
 
 def member(rank: int, address: str, folder: str) -> None:
@@ -135,7 +137,7 @@ def test_two_ranks_train_as_one(trained: Path, case: str, shard: int):
     if case == "critic":
         assert all(row[1]["critic/loss"].value > 1e-2 for row in alone[0])
         values = {n.removeprefix("critic/"): v for n, v in alone[1].items() if n.startswith("critic/")}
-        assert values.pop(HEAD).any() and values.keys() == start.keys()
+        assert values.pop(SCORE).any() and values.keys() == start.keys()
         assert not any(
             torch.equal(values[name], start[name]) for name in tower_parameters(network_of(config_for(case)))
         )
@@ -172,7 +174,7 @@ def test_adapters_sit_on_the_parts_that_are_asked_for(parts: list[str], tmp_path
 
     found = asyncio.run(asyncio.wait_for(run(), 60))
     engine.close()
-    model = trainer.backend.networks["policy"]
+    model = trainer.backend.networks["policy"].model
     learned = {name for name, p in model.network.named_parameters() if p.requires_grad}
     assert learned == {layer + end for layer in adapters.layers for end in (LORA_A, LORA_B)}
     samples = {
@@ -185,11 +187,11 @@ def test_adapters_sit_on_the_parts_that_are_asked_for(parts: list[str], tmp_path
         trainer.backend._context_groups.of(1),
     )
     with torch.no_grad():
-        logprobs = model(*packed.inputs)[0].numpy()
+        logprobs = model(packed)[0].numpy()
     assert np.abs(logprobs - np.concatenate([c.logprobs_S for c in found])).max() < 1e-5
     base = MediaLogprobModel(network_of(config))
     with torch.no_grad():
-        before = base(*packed.inputs)[0].numpy()
+        before = base(packed)[0].numpy()
     assert np.abs(logprobs - before).max() > 1e-3
 
 
@@ -213,7 +215,7 @@ def test_gradients_are_those_of_the_joint_forward_pass(tmp_path: Path):
     width = max(sum(samples[key].content.size for key in row) for row in rows)
     packed = model.pack(MicroBatch(rows, width), samples, type("One", (), {"size": 1}))
     weights = torch.from_numpy(np.random.default_rng(1).normal(size=len(packed.targets_S)).astype(np.float32))
-    (model(*packed.inputs)[0] * weights).sum().backward()
+    (model(packed)[0] * weights).sum().backward()
     for i, key in enumerate(packed.keys):
         content, own = samples[key].content, weights[packed.sample_S == i]
         inputs = [medium.tensors() for medium in content.media]

@@ -33,7 +33,8 @@ from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training import logprob_model
-from gcore.training.critic import new_critic
+from gcore.training.backend import NewNetwork
+from gcore.training.critic import networks_of
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.media_model import MediaLogprobModel
 from gcore.training.rank import TrainerRank
@@ -75,8 +76,9 @@ def samples_of(prompts: list[Tokens], siblings: int = 2) -> list[Sample]:
 
 
 def trainer_of(config: Config) -> TrainerRank:
-    options = {"wrap": MediaLogprobModel, "critic": new_critic(config, load_tokenizer(config.model), CPU, 48)}
-    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, **options)
+    policy = NewNetwork(lambda: network_of(config), MediaLogprobModel)
+    networks = networks_of(config, policy, load_tokenizer(config.model), 48)
+    backend = partial(FsdpBackend, config, networks, CPU, torch.float32)
     return TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
 
 
@@ -95,7 +97,7 @@ def test_the_tower_has_its_own_learning_rate(vision_lr, tmp_path):
     config = config_with(lr=3e-3, vision_lr=vision_lr, schedule="constant", warm_start=None)
     trainer, before = trainer_of(config), {n: p.detach().clone() for n, p in network_of(config).named_parameters()}
     update(trainer, samples_of(contents(config, tmp_path, [[0, 1], [2]])))
-    network = trainer.backend.networks["policy"].network
+    network = trainer.backend.networks["policy"].model.network
     tower = set(tower_parameters(network))
     assert "model.visual.blocks.0.attn.qkv.weight" in tower and len(tower) < len(before)
     moved = {n: float((p.detach().to_local() - before[n]).abs().max()) for n, p in network.named_parameters()}
@@ -108,11 +110,11 @@ def test_a_rank_without_images_has_gradients_of_the_tower(tmp_path):
     """Of zero: other ranks reduce them together with this one."""
     config = config_with()
     trainer = trainer_of(config)
-    model = trainer.backend.networks["policy"]
+    model = trainer.backend.networks["policy"].model
     samples = {s.key: s for s in samples_of(contents(config, tmp_path, [[]]))}
     micro = MicroBatch((tuple(samples),), sum(s.content.size for s in samples.values()))
     packed = model.pack(micro, samples, trainer.backend._context_groups.of(1))
-    logprobs, _ = model(*packed.inputs)
+    logprobs, _ = model(packed)
     logprobs.sum().backward()
     gradients = [p.grad for p in tower_parameters(model.network).values()]
     assert all(g is not None and not g.to_local().any() for g in gradients) and model.encoded == 0
@@ -174,13 +176,13 @@ def test_tokens_of_features_are_never_said(tmp_path, monkeypatch):
     micro = MicroBatch(tuple((key,) for key in samples), prompt.size + 6)
     packed = model.pack(micro, samples, type("One", (), {"size": 1}))
     expected = np.concatenate([c.logprobs_S for c in found])
-    whole = model(*packed.inputs)
+    whole = model(packed)
     assert np.abs(whole[0].detach().numpy() - expected).max() < 1e-5
     sum(whole).sum().backward()
     gradient = head.grad.clone()
     head.grad = None
     monkeypatch.setattr(logprob_model, "LOGITS_AT_ONCE", 64)  # the head in pieces, with its own backward pass
-    pieces = model(*packed.inputs)
+    pieces = model(packed)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, pieces, strict=True))
     sum(pieces).sum().backward()
     assert torch.allclose(head.grad, gradient, atol=1e-3, rtol=1e-4)
@@ -238,6 +240,6 @@ def test_images_of_tools_in_later_turns(tmp_path):
     sample = Sample(0, 0, whole.extended(found.content), np.ones(whole.num_steps + 4, bool), found.logprobs_S)
     model = MediaLogprobModel(network)
     packed = model.pack(MicroBatch((((0, 0),),), sample.content.size), {(0, 0): sample}, type("One", (), {"size": 1}))
-    assert np.abs(model(*packed.inputs)[0].detach().numpy()[-4:] - found.logprobs_S).max() < 1e-5
+    assert np.abs(model(packed)[0].detach().numpy()[-4:] - found.logprobs_S).max() < 1e-5
     with pytest.raises(UserError, match="an image for a model that takes none"):
         TextModality(config.generation, tokenizer, (2,)).between_turns(said, tool)

@@ -1,6 +1,6 @@
 """The Megatron-Core backend of a trainer rank: networks split by tensor, pipeline and expert, and AdamW over the rest.
 
-    micro-batches ──Megatron's schedule: forward, backward of each stage──> last stage: head.py ──> objective ──> loss
+    micro-batches ──Megatron's schedule: forward, backward of each stage──> last stage: logprobs ──> objective ──> loss
     gradients ──reduce-scatter──> distributed optimizer (optimizer.py) ──all-gather──> weights by Hugging Face name
 
 Ranks are ordered as in types.Topology. Ranks of one tensor group and of one pipeline have the same samples. Experts are
@@ -10,56 +10,50 @@ divided among data-parallel ranks. Context parallelism is that of gcore: data-pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
-from gcore.training import state
-from gcore.training.backend import NetworkName, Snapshot, TrainedName
+from gcore.training.backend import Backend, NewNetwork
 from gcore.training.context import ContextGroups
-from gcore.training.critic import HEAD, NewCritic
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.megatron import cpu
+from gcore.training.megatron.model import Row
+from gcore.training.megatron.network import MegatronNetwork
+from gcore.training.megatron.weights import Gatherer
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
-from gcore.training.step_advantages import Array
+from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_model import Compute
 from gcore.types import Key, MicroBatch, Topology
-from gcore.weights.pretrained import Read
 from gcore.weights.publisher import Parameter
 
-OpenWeights = Callable[[Any], Read]  # empty Hugging Face network -> its starting weights, part by part
 
-
-class MegatronBackend:
-    """Implements backend.Backend. `make_network`: the Hugging Face network without weights, for names, shapes and
-    configuration. `open_weights`: its starting weights. `context`, `critic`: as in FsdpBackend."""
+class MegatronBackend(Backend):
+    """`new`: networks without weights, for names, shapes and configuration, and their starting weights. `context`: as
+    in FsdpBackend."""
 
     def __init__(
         self,
         config: Config,
-        make_network: Callable[[], Any],
+        new: Mapping[TrainedName, NewNetwork],
         device: torch.device,
         dtype: torch.dtype,
         topology: Topology,
-        open_weights: OpenWeights,
         context: int = 1,
-        critic: NewCritic | None = None,
     ) -> None:
+        super().__init__(config, new, device, copies=topology.tensor * topology.pipeline)
         if device.type == "cpu":
             cpu.patch()
         cpu.without_transformer_engine()
-        from megatron.core import parallel_state
-
-        from gcore.training.megatron.weights import Gatherer
-
-        self._config, self.device, self._dtype, self._topology = config, device, dtype, topology
+        self._dtype, self._topology = dtype, topology
         parallel_state.destroy_model_parallel()  # of an earlier backend in this process
         parallel_state.initialize_model_parallel(
             topology.tensor,
@@ -69,57 +63,23 @@ class MegatronBackend:
             expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,
         )
-        self._make_network, empty = make_network, make_network()
+        self.networks["policy"] = policy = self._make("policy")
         compute = Compute(device, dtype, False, topology.tensor, config.training.context_attention)
-        self._packer = LogprobModel(empty, compute)  # only packs: its network has no weights
+        self._packer = LogprobModel(policy.empty, compute)  # only packs: its network has no weights
         for power in range(1, context.bit_length()):
             self._packer.check_sharing(2**power)
         self._context_groups = ContextGroups(topology.data_parallel, topology.tensor, topology.pipeline)
-        policy = self._network(empty)
-        policy.fill(open_weights(empty))
-        policy.train(config.training)
-        self._gatherer = Gatherer(policy.parameters, empty, device)
-        self._new_critic = critic
-        self.networks: dict[NetworkName, Any] = {"policy": policy}  # network.Network
-        self._reference_version, self._save_plan = 0, state.SavePlan()
+        self._gatherer = Gatherer(policy.parameters, policy.empty, device)
 
-    # ---- networks -------------------------------------------------------------------------------------------------
-
-    def _network(self, empty: Any, critic: bool = False) -> Any:
-        from gcore.training.megatron.network import Network
-
-        recompute = self._config.training.activation_checkpointing is True
-        return Network(empty, self._topology, self.device, self._dtype, recompute, critic)
-
-    def begin(self, networks: Collection[NetworkName]) -> None:
-        policy = self.networks["policy"]
-        policy.optimizer.zero_grad()
-        policy.optimizer.clear()
-        self._reference_version += 1
-        if "reference" in networks:
-            self._add("reference")
-            self.networks["reference"].copy(policy)
-        if "critic" in networks:
-            self.networks.pop("critic", None)
-            self._add("critic")
-
-    def _add(self, name: NetworkName) -> None:
-        """Make a network beside the policy, if it is not there. A reference has no weights yet."""
-        if name in self.networks:
-            return
-        if name == "reference":
-            self.networks[name] = self._network(self._make_network()).freeze()
-            return
-        assert self._new_critic is not None, "the backend was made without a critic"
-        empty = self._new_critic.make()
-        self.networks[name] = critic = self._network(empty, critic=True)
-        if self._new_critic.read is None:
-            critic.copy(self.networks["policy"])
+    def _make(self, name: NetworkName) -> MegatronNetwork:
+        new, recompute = self._new_of(name), self._config.training.activation_checkpointing is True
+        empty = new.make()
+        network = MegatronNetwork(empty, self._topology, self.device, self._dtype, recompute, critic=name == "critic")
+        if name == "reference" or new.open is None:
+            network.copy(self.networks["policy"])
         else:
-            read, names = self._new_critic.read(empty)
-            size = empty.config.hidden_size
-            critic.fill(lambda n, part: read(n, part) if n in names or n != HEAD else torch.zeros(1, size)[part])
-        critic.train(state.settings_of(self._config, name))
+            network.fill(new.open(empty))
+        return network.freeze() if name == "reference" else network.train(self._settings_of(name))
 
     # ---- computation ----------------------------------------------------------------------------------------------
 
@@ -140,13 +100,27 @@ class MegatronBackend:
 
         batches = self._pack(micros, data)
         with torch.no_grad():
-            found = self._run(chosen.chunks, batches, read, forward_only=True)
-        sizes = [0 if packed.is_padding else len(packed.sample_S) for packed in batches]
+            answers = self._run(chosen.chunks, batches, read, forward_only=True)
+        real = [packed for packed in batches if not packed.is_padding]
+        sizes = [len(packed.sample_S) for packed in real]
+        if answers is None:
+            all_S = torch.empty(sum(sizes), device=self.device)
+        else:
+            values = [answer for answer, packed in zip(answers, batches, strict=True) if not packed.is_padding]
+            all_S = torch.cat([torch.empty(0, device=self.device), *values])
+        if self._topology.pipeline > 1:
+            dist.broadcast(all_S, *self._last_stage)
         columns: dict[Key, Tensor] = {}
-        for packed, values_S in zip(batches, self._from_last_stage(found, sizes), strict=True):
-            for i, key in enumerate(packed.keys if not packed.is_padding else ()):
+        for packed, values_S in zip(real, all_S.split(sizes), strict=True):
+            for i, key in enumerate(packed.keys):
                 columns[key] = values_S[packed.sample_S == i]
         return columns
+
+    @property
+    def _last_stage(self) -> tuple[int, Any]:
+        """Its rank, and the group of the ranks of a pipeline."""
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        return last, parallel_state.get_pipeline_model_parallel_group()
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], data: StepData, objective: Objective, network: TrainedName = "policy"
@@ -162,7 +136,10 @@ class MegatronBackend:
             return loss * (self._topology.data_parallel * len(batches)), {}
 
         self._run(trained.wrapped, batches, loss_of, forward_only=False)
-        return self._metrics_of_last_stage(to_metrics(metrics))
+        shared = [to_metrics(metrics)]
+        if self._topology.pipeline > 1:
+            dist.broadcast_object_list(shared, *self._last_stage, device=self.device)
+        return shared[0]
 
     def _pack(self, micros: Sequence[MicroBatch], data: StepData) -> list[Packed]:
         """As tensors. With virtual stages, Megatron's schedule needs a multiple of the pipeline's length."""
@@ -178,10 +155,6 @@ class MegatronBackend:
     ) -> list[Any] | None:
         """Megatron's schedule. `use`: called on the last stage with each micro-batch and its hidden states. Returns its
         answers if there is no gradient; None on other stages."""
-        from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-
-        from gcore.training.megatron.model import Row
 
         def forward_step(data: Iterator[Packed], chunk: Any, *rest: Any) -> tuple[Tensor, Callable[..., Any]]:
             packed = next(data)
@@ -189,7 +162,7 @@ class MegatronBackend:
             return output, partial(use, packed)
 
         iterators = [iter(batches) for _ in chunks]
-        found = get_forward_backward_func()(
+        answers: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
@@ -199,80 +172,10 @@ class MegatronBackend:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        return found if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
+        return answers if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
-    def _from_last_stage(self, found: Sequence[Tensor] | None, sizes: Sequence[int]) -> list[Tensor]:
-        """What the last stage has for each micro-batch, on every stage."""
-        from megatron.core import parallel_state
-
-        parts = [values[:size] for values, size in zip(found, sizes, strict=True)] if found else []
-        joined = torch.cat(parts) if parts else torch.empty(sum(sizes), device=self.device)
-        if self._topology.pipeline > 1:
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(joined, last, group=self._pipeline_group())
-        return list(joined.split(list(sizes)))
-
-    def _metrics_of_last_stage(self, metrics: Mapping[str, Metric]) -> Mapping[str, Metric]:
-        from megatron.core import parallel_state
-
-        if self._topology.pipeline > 1:
-            shared = [metrics]
-            last, group = parallel_state.get_pipeline_model_parallel_last_rank(), self._pipeline_group()
-            dist.broadcast_object_list(shared, last, group=group, device=self.device)
-            (metrics,) = shared
-        return metrics
-
-    def _pipeline_group(self) -> Any:
-        from megatron.core import parallel_state
-
-        return parallel_state.get_pipeline_model_parallel_group()
-
-    def step(self, lr: float, network: TrainedName = "policy") -> float:
-        return float(self.networks[network].optimizer.step(lr))
-
-    def is_finite(self, network: TrainedName = "policy") -> bool:
-        return bool(self.networks[network].optimizer.is_finite())
-
-    def drop_gradients(self, network: TrainedName = "policy") -> None:
-        self.networks[network].optimizer.zero_grad()
-
-    def sum_over_ranks(self, values: Array) -> Array:
-        total = torch.from_numpy(values).to(self.device)
-        dist.all_reduce(total)
-        copies = self._topology.tensor * self._topology.pipeline  # ranks that have the same samples
-        result: Array = total.cpu().numpy() / copies
-        return result
-
-    # ---- weights and files ----------------------------------------------------------------------------------------
+    # ---- weights --------------------------------------------------------------------------------------------------
 
     def weights(self, network: TrainedName = "policy") -> Mapping[str, Parameter]:
         assert network == "policy", "a critic of Megatron-Core has no ranks of its own"
         return self._gatherer.tensors()
-
-    def snapshot(self, counters: Mapping[str, float]) -> Snapshot:
-        held = {state.WEIGHTS[name]: network.shards() for name, network in self.networks.items()}
-        kinds = set(held)
-        for name, network in self.networks.items():
-            if network.optimizer is not None and network.optimizer.has_moments:
-                held[state.OPTIMIZERS[name]] = network.optimizer.moments()
-                kinds.add(state.OPTIMIZERS[name])
-        about = {state.ABOUT["policy"]: state.describe(counters, None)} if dist.get_rank() == 0 else {}
-        versions = {state.REFERENCE: self._reference_version}
-        return Snapshot(self._save_plan.own_of(held, frozenset(kinds)), versions, about)
-
-    def load(self, folder: Path, networks: Collection[NetworkName]) -> Mapping[str, float]:
-        counters = state.counters_of(folder, "policy")
-        self._reference_version += 1
-        self.networks = {name: network for name, network in self.networks.items() if name in networks}
-        for name in sorted(networks, key=state.ORDER.index):  # the policy first: a critic may start as a copy of it
-            self._add(name)
-            moments = folder / state.OPTIMIZERS[name] if name in state.OPTIMIZERS else None
-            self.networks[name].load(state.folder_of(folder, name), moments)
-        return counters
-
-    def set_aside(self, network: NetworkName) -> None:
-        pass  # training.offload is refused
-
-    def free_memory(self, weights: bool) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()

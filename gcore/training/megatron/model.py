@@ -3,7 +3,7 @@
 Hugging Face configuration ──mbridge──> TransformerConfig ──> GPTModel with Megatron's own layers, except
     attention:  gcore's, over packed samples; ranks may share a row (training/attention.py)
     positions:  those of the samples, with the frequencies of the Hugging Face model
-    output:     hidden states; head.py computes logprobs from them, without holding all logits
+    output:     hidden states; fused_head.py computes logprobs from them, without holding all logits
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from gcore.training import attention
 from gcore.training.context import Sharing
 from gcore.training.logprob_model import Packed
 from gcore.types import Topology, UserError
-
-VALUE_HEAD = "value_head.weight"
 
 
 @dataclass
@@ -168,7 +166,7 @@ def build(
         chunk.rotary_pos_emb = Positions(network.get_decoder().rotary_emb, device)
         if chunk.post_process and critic:
             chunk.output_layer = _Unchanged()
-            chunk.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            chunk.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         elif chunk.post_process:
             chunk.output_layer.forward = _unchanged
         chunks.append(chunk.to(device))

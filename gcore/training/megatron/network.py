@@ -18,15 +18,20 @@ from torch import Tensor
 
 from gcore.checkpoint.tensors import Shard, ShardFiles
 from gcore.config.training import Training
+from gcore.models.networks import SCORE
+from gcore.training.backend import Network
+from gcore.training.fused_head import Head, token_logprobs
 from gcore.training.logprob_model import Packed
-from gcore.training.megatron import cpu, head, model
+from gcore.training.megatron import cpu, model
 from gcore.training.megatron.optimizer import DistributedAdamW
 from gcore.training.megatron.weights import fill, parameters_of
 from gcore.types import Topology
 from gcore.weights.pretrained import Read
 
+LOGITS_AT_ONCE = 1 << 26  # elements on a rank
 
-class Network:
+
+class MegatronNetwork(Network):
     """`empty`: the Hugging Face network without weights. `critic`: it predicts values."""
 
     def __init__(
@@ -42,12 +47,11 @@ class Network:
             self.chunks = model.build(self._bridge, empty, padded, topology.virtual, device, critic)
         self.parameters = parameters_of(self.chunks, self._bridge, empty)
         self.wrapped: list[Any] = []
-        self.optimizer: Any = None
 
     def _building(self) -> Any:
         return cpu.building() if self._device.type == "cpu" else nullcontext()
 
-    def train(self, training: Training) -> Network:
+    def train(self, training: Training) -> MegatronNetwork:
         """With gradients and an optimizer. Call it when the weights are there."""
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         settings = self._bridge.config
@@ -61,7 +65,7 @@ class Network:
             self.optimizer = DistributedAdamW(self.wrapped, self.parameters, training, half)
         return self
 
-    def freeze(self) -> Network:
+    def freeze(self) -> MegatronNetwork:
         for chunk in self.chunks:
             chunk.requires_grad_(False).eval()
         return self
@@ -72,41 +76,47 @@ class Network:
         fill(self.parameters, read)
 
     @torch.no_grad()
-    def copy(self, source: Network) -> None:
-        """The weights of another network of the same shape and layout; a value head becomes zero."""
+    def copy(self, source: MegatronNetwork) -> None:
+        """The weights of another network of the same layout; a value head becomes zero. Before `train`."""
         for ours, theirs in zip(self.chunks, source.chunks, strict=True):
-            found = dict(theirs.named_parameters())
+            theirs_by_name = dict(theirs.named_parameters())
             for name, parameter in ours.named_parameters():
-                if name == model.VALUE_HEAD:
+                if name == SCORE:
                     parameter.zero_()
                 else:
-                    parameter.copy_(found[name])
-        if self.optimizer is not None:
-            self.optimizer.main_from_model()
+                    parameter.copy_(theirs_by_name[name])
 
     def outputs(self, packed: Packed, hidden: Tensor) -> tuple[Tensor, ...]:
         """Of the last stage: logprobs and entropies, or values. `hidden`: rows x tokens x size."""
         hidden_SD, last = hidden.flatten(0, 1)[packed.select_S], self.chunks[-1]
         if self.is_critic:
-            return packed.joined(hidden_SD.float() @ last.value_head.weight[0].float())
-        weight = model.output_weight(last)
-        first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
-        count = max(0, min(len(weight), self._vocab - first))
-        group = parallel_state.get_tensor_model_parallel_group() if self._tensor > 1 else None
-        asked = head.Steps(packed.targets_S, packed.temperature_S, *(packed.sampling_mask or (None, None)))
-        return packed.joined(*head.token_logprobs(hidden_SD, weight, asked, head.Split(group, first, count)))
+            return packed.joined(hidden_SD.float() @ last.score.weight[0].float())
+        weight_VD = model.output_weight(last)
+        first = parallel_state.get_tensor_model_parallel_rank() * len(weight_VD)
+        head = Head(
+            max(1, LOGITS_AT_ONCE // len(weight_VD)),
+            group=parallel_state.get_tensor_model_parallel_group() if self._tensor > 1 else None,
+            first=first,
+            size=max(0, min(len(weight_VD), self._vocab - first)),
+        )
+        asked = packed.targets_S, packed.temperature_S, packed.sampling_mask
+        return packed.joined(*token_logprobs(head, hidden_SD, weight_VD, *asked))
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def shards(self) -> list[Shard]:
-        """What this rank holds of the weights: its ranges in float32, or of a frozen network everything."""
+        """Its ranges in float32, or of a frozen network everything."""
         if self.optimizer is not None:
-            found: list[Shard] = self.optimizer.weights()
-            return found
+            ranges: list[Shard] = self.optimizer.weights()
+            return ranges
         whole = [(p, p.value.detach().view(-1)) for p in self.parameters if p.own]
         return [shard for p, flat in whole for shard in p.shards(flat, 0, len(flat))]
 
-    def load(self, weights: Path, moments: Path | None = None) -> None:
+    def moments(self) -> list[Shard]:
+        moments: list[Shard] = self.optimizer.moments()
+        return moments
+
+    def load(self, weights: Path, moments: Path) -> None:
         files = ShardFiles(weights)
         self.fill(files.part)
         if self.optimizer is None:
@@ -114,5 +124,5 @@ class Network:
         with torch.no_grad():
             for shard in self.optimizer.weights():
                 files.read(shard)
-        self.optimizer.zero_grad()
-        self.optimizer.restore(ShardFiles(moments) if moments is not None and moments.is_dir() else None)
+        self.optimizer.drop_gradients()
+        self.optimizer.restore(ShardFiles(moments) if moments.is_dir() else None)

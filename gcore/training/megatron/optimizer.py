@@ -52,7 +52,7 @@ class DistributedAdamW:
         made = get_megatron_optimizer(options, list(chunks), overrides, use_gloo_process_groups=False)
         self._all: list[Any] = list(getattr(made, "chained_optimizers", [made]))
         self._chunks, self._ranges = chunks, list(self._find(parameters))
-        self.has_moments = False  # the same on all ranks, also on those without a range
+        self.num_moments = 0  # of a parameter; the same on all ranks, also on those without a range
 
     def _find(self, parameters: Sequence[Parameter]) -> Iterator[Range]:
         by_value = {id(parameter.value): parameter for parameter in parameters}
@@ -68,7 +68,7 @@ class DistributedAdamW:
                     inner, group = optimizer.optimizer, group_of[id(main)]
                     yield Range(by_value[id(value)], place.start, place.end, main, inner, group)
 
-    def zero_grad(self) -> None:
+    def drop_gradients(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         for optimizer in self._all:
@@ -94,22 +94,17 @@ class DistributedAdamW:
                 for group in optimizer.optimizer.param_groups:
                     group["lr"], group["weight_decay"] = lr, self._decay * group.get("wd_mult", 1.0)
                 optimizer.step_with_ready_grads()
-            self.has_moments = True
-        self.zero_grad()
+            self.num_moments = len(MOMENTS)
+        self.drop_gradients()
         return float(norm)
 
     def is_finite(self) -> bool:
         return is_finite(each.main.detach() for each in self._ranges)
 
     def clear(self) -> None:
-        self.has_moments = False
+        self.num_moments = 0
         for optimizer in self._all:
             optimizer.optimizer.state.clear()
-
-    def main_from_model(self) -> None:
-        """The float32 copies of weights in half precision get their values."""
-        for optimizer in self._all:
-            optimizer.reload_model_params()
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -133,7 +128,7 @@ class DistributedAdamW:
     def restore(self, files: Any) -> None:
         """Read the moments of this rank's ranges. `files`: ShardFiles, or None: there are none."""
         self.clear()
-        self.has_moments = files is not None
+        self.num_moments = len(MOMENTS) if files is not None else 0
         for r in self._ranges if files is not None else ():
             names = [block.name for block in r.parameter.blocks if f"{block.name}/step" in files.shapes]
             if not names:

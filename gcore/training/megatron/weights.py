@@ -19,8 +19,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from gcore.checkpoint.tensors import Shard
+from gcore.models.networks import SCORE
 from gcore.training.megatron.layout import Block, Box, Shape, blocks_of, boxes, is_split
-from gcore.training.megatron.model import VALUE_HEAD
 from gcore.weights.pretrained import Read
 
 TIED = "output_layer.weight"
@@ -58,7 +58,7 @@ def parameters_of(chunks: Sequence[Any], bridge: Any, network: Any) -> list[Para
     )
     embeddings = next(name for name, p in network.named_parameters() if p is network.get_input_embeddings().weight)
     head = embeddings if config.tie_word_embeddings else "lm_head.weight"
-    direct = {"embedding.word_embeddings.weight": embeddings, TIED: head, VALUE_HEAD: "score.weight"}
+    direct = {"embedding.word_embeddings.weight": embeddings, TIED: head, SCORE: SCORE}
     found, sparse = [], bridge.config.num_moe_experts is not None
     for chunk in chunks:
         for name, value in chunk.named_parameters():
