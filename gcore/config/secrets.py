@@ -147,10 +147,10 @@ def _without(text: str, to: To, known: list[str] | None = None) -> str:
     return text
 
 
-def _is_parameter(found: re.Match[str], in_config: bool) -> bool:
+def _is_parameter(match: re.Match[str], in_config: bool) -> bool:
     """`in_config`: elsewhere, such as in a program of a sample, `token=x` is an argument of a function."""
-    name, value = found[1], found[2]
-    if found.start() and found.string[found.start() - 1] in "?&;":
+    name, value = match[1], match[2]
+    if match.start() and match.string[match.start() - 1] in "?&;":
         return name.lower() in IN_URLS or _says_so(name, "")
     return in_config and not value.isdecimal() and _says_so(name, value)
 
