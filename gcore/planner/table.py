@@ -148,10 +148,15 @@ def _memory(result: PlanResult) -> Table:
         table.add_column(name, justify="right")
     for fit in result.memory:
         style = "red" if fit.problem else None
-        amounts = [f"{value:.1f}" if (value := getattr(fit, part)) else "·" for part in PARTS]
+        amounts = [_amount(getattr(fit, part)) for part in PARTS]
         width = str(fit.tp) if fit.tp else "·"
         table.add_row(fit.phase, fit.role, width, *amounts, str(fit.sequences) if fit.sequences else "·", style=style)
     return table
+
+
+def _amount(gigabytes: float) -> str:
+    """Only what is free may be negative."""
+    return f"{-gigabytes:.1f} missing" if gigabytes < 0 else f"{gigabytes:.1f}" if gigabytes else "·"
 
 
 def _rank_memory(choice: Choice) -> Table:
