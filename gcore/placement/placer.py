@@ -51,7 +51,7 @@ Progress = Callable[[], RolloutProgress]
 
 class _Place(NamedTuple):
     role: str
-    index: int
+    number: int
     block: int
 
 
@@ -319,7 +319,7 @@ class Placer:
     def mark_dead(self, name: str) -> None:
         """A replica died. The driver restarts it, awake."""
         if (place := self._places.get(name)) is not None:
-            self._switches[place.role].mark_dead(place.index)
+            self._switches[place.role].mark_dead(place.number)
 
     async def wait_for_move(self, name: str) -> None:
         """Wait until no move of the replica's block is in progress."""
@@ -336,7 +336,7 @@ class Placer:
         if (place := self._places.get(name)) is None:
             yield True
             return
-        replica = self._switches[place.role].replicas[place.index]
+        replica = self._switches[place.role].replicas[place.number]
         async with replica.lock:
             if place.block in self._moving:
                 yield None
