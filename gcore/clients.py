@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from gcore.protocols import Controller, CriticTrainer, Engine, Handle, Rank, Receivers, Ref, Scorer, Trainer, Weights
+from gcore.protocols import Controller, Engine, Handle, Receivers, Ref, Scorer, Trainer, Weights
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,36 +63,27 @@ class ScorerClient(Client):
     stats = Remote(Scorer.stats)
 
 
-class RankClient(Client):
-    __slots__ = ()
-    info = Remote(Rank.info)
-    begin = Remote(Rank.begin)
-    push = Remote(Rank.push)
-    update = Remote(Rank.update)
-    snapshot = Remote(Rank.snapshot)
-    write = Remote(Rank.write)
-    abandon = Remote(Rank.abandon)
-    load = Remote(Rank.load)
+class TrainerClient(Client):
+    """Of a trainer rank or of a critic rank."""
 
-
-class TrainerClient(RankClient):
     __slots__ = ()
+    info = Remote(Trainer.info)
+    begin = Remote(Trainer.begin)
+    push = Remote(Trainer.push)
     prepare = Remote(Trainer.prepare)
-    penalties = Remote(Trainer.penalties)
-    take_values = Remote(Trainer.take_values)
+    column = Remote(Trainer.column)
+    take_column = Remote(Trainer.take_column)
+    update = Remote(Trainer.update)
     evaluate = Remote(Trainer.evaluate)
     weight_plan = Remote(Trainer.weight_plan)
+    snapshot = Remote(Trainer.snapshot)
+    write = Remote(Trainer.write)
+    abandon = Remote(Trainer.abandon)
+    load = Remote(Trainer.load)
 
     def weight_bucket(self, index: int, receivers: Receivers) -> Ref[Weights]:
         """Starts the call; the bucket stays in the rank's process until an engine reads it."""
         return self.handle.submit("weight_bucket", index, receivers)
-
-
-class CriticClient(RankClient):
-    __slots__ = ()
-    prepare = Remote(CriticTrainer.prepare)
-    values = Remote(CriticTrainer.values)
-    take_penalties = Remote(CriticTrainer.take_penalties)
 
     async def load_policy(self, weights: Weights | Ref[Weights]) -> None:
         await self.handle.call("load_policy", weights)
