@@ -203,7 +203,7 @@ def config_of(scenario: Scenario, split: Split | None, data: Path, folder: Path,
             },
             "training": {
                 "backend": "emulated",
-                "emulated": {"seconds_per_token": 1e-6, "speed": speed},
+                "emulated": {"seconds_per_token": 1e-6 / speed},
                 "max_tokens_per_gpu": max(16384, longest),
             },
             "placement": {
@@ -220,8 +220,8 @@ def config_of(scenario: Scenario, split: Split | None, data: Path, folder: Path,
 
 def _device(speed: Any, lengths: Any, clock: float) -> dict[str, Any]:
     names = ("base_s", "per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s")
-    device = {name: getattr(speed, name) for name in names}
-    device |= {"mean_tokens": lengths.start, "sigma": lengths.sigma, "shared": lengths.shared, "speed": clock}
+    device = {name: getattr(speed, name) / clock for name in names}
+    device |= {"mean_tokens": lengths.start, "sigma": lengths.sigma, "shared": lengths.shared}
     return {"max_concurrent": speed.max_concurrent, "emulated": device}
 
 
@@ -297,9 +297,9 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
             real = process.submit(run_emulation, config).result()
         report(f"{len(real['memory_mb'])} processes were ready in {real['ready_s']:.0f} s")
     emulated_s = [row["timing_s/rollout"] * speed for row in real["rows"]]
-    busy_s = sum(grid.widths[POLICY] * seconds for seconds in real["busy_s"]["engine"])
+    busy_s = sum(grid.widths[POLICY] * seconds * speed for seconds in real["busy_s"]["engine"])
     for judge in scenario.judges:
-        busy_s += sum(grid.widths[judge.name] * seconds for seconds in real["busy_s"][f"judge-{judge.name}"])
+        busy_s += sum(grid.widths[judge.name] * seconds * speed for seconds in real["busy_s"][f"judge-{judge.name}"])
     own = simulate(scenario.model_copy(update={"steps": OWN_STEPS}), policy)
     same = simulate_same(scenario, load, policy, steps)
     same_s = [rollout.seconds for rollout in same]

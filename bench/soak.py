@@ -157,7 +157,7 @@ RECIPES = {
             "workflow": "parts.py:alternating",
             "generation": {**device(0.04), "max_concurrent": 4},
             "rewards": {"judges": [{**JUDGE, **device(0.01), "max_concurrent": 4}]},
-            "placement": {"mode": "dynamic", "slots": 4, "poll_interval_s": 0.05},
+            "placement": {"mode": "dynamic", "slots": 4},
         },
     ),
     "fast": merged(

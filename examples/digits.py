@@ -56,7 +56,7 @@ def sample(checkpoint: Path, per_digit: int, seed: int) -> tuple[np.ndarray, np.
     import torch
 
     from gcore.checkpoint.tensors import read, shapes
-    from gcore.config import load_config
+    from gcore.config.load import load_config
     from gcore.diffusion.denoiser import stacked, tensors_of
     from gcore.diffusion.load import load_denoiser
     from gcore.diffusion.noise import normals

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gcore import shipped
 from gcore.checkpoint import store
 from gcore.checkpoint.export import export as export_policy
 from gcore.checkpoint.export import locate
@@ -131,20 +132,18 @@ def evaluate(
     `data`: rows to evaluate on instead of `data.eval`. A result keeps the functions of its run; for a folder of a run
     that was started from Python, pass them again.
     """
-    recipe: Recipe
-    if isinstance(target, Result):
-        recipe, place = target.config, target.folder
-    else:
-        recipe, place = target, Path(target) if isinstance(target, str | Path) else Path()
-    if not place.exists():
-        raise UserError(f"{place}: no such run or recipe; expected runs/NAME, runs/NAME/step_N or a YAML file")
-    if isinstance(target, Result) or (isinstance(target, str | Path) and place.is_dir()):
-        folder, checkpoint = locate(place)
-        if not isinstance(recipe, Config):
-            recipe = read_tree(folder / "config.yaml")
-            if is_object(recipe["sampling"]["filter"]):  # not used in evaluations
-                recipe = {**recipe, "sampling": {**recipe["sampling"], "filter": "none"}}
-        overrides = (f"run.resume={checkpoint}", *overrides)
+    recipe = target.config if isinstance(target, Result) else target
+    place = target.folder if isinstance(target, Result) else target
+    if isinstance(place, str | Path):
+        if not shipped.named(place, "recipes").exists():
+            raise UserError(f"{place}: no such run or recipe; expected runs/NAME, runs/NAME/step_N or a YAML file")
+        if Path(place).is_dir():
+            folder, checkpoint = locate(Path(place))
+            if recipe is place:
+                recipe = folder / "config.yaml"
+                if is_object(read_tree(recipe)["sampling"]["filter"]):  # not used in evaluations
+                    overrides = ("sampling.filter=none", *overrides)
+            overrides = (f"run.resume={checkpoint}", *overrides)
     overrides = ("checkpoint.keep_best=0", *overrides)  # its metric may be of another evaluation
     # `data` also stands for the training set, which is not used, and which may have been rows of another program
     objects = {"workflow": workflow, "data.train": data, "data.eval": data}

@@ -76,8 +76,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _keys_for(flags: Sequence[str]) -> str:
     """The keys for the flags of another trainer: `--learning_rate 1e-6` ──> training.lr=..."""
-    from gcore.config.foreign_names import key_of, own_name
     from gcore.config.load import all_keys
+    from gcore.config.names import key_of, own_name
 
     names = [flag.lstrip("-").partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")]
     keys = dict.fromkeys(key_of(own) for name in names if (own := own_name(name, set(all_keys()))))
@@ -193,7 +193,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _load(command: str, path: str, overrides: Sequence[str]) -> Any:
     """The configuration in a file. A valid file of another command is named as such, not by its unknown keys."""
-    from gcore.config import Config, load_config
+    from gcore.config.load import load_config
+    from gcore.config.tree import Config
     from gcore.simulate.scenario import Scenario
 
     trees: dict[str, type[Any]] = {"train": Config, "simulate": Scenario}
@@ -222,7 +223,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _sft(args: argparse.Namespace) -> int:
-    from gcore.config import load_config
+    from gcore.config.load import load_config
 
     config = load_config(args.recipe, [*args.overrides])
     if config.objective != "sft":
@@ -243,23 +244,12 @@ def _run_and_report(config: Any) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     from gcore import shipped
-    from gcore.config import load_config
-    from gcore.driver.supervise import run
+    from gcore.api import evaluate
 
-    target = Path(args.target)
-    if target.is_dir():
-        from gcore.checkpoint.export import locate
-
-        folder, checkpoint = locate(target)
-        own = (f"run.resume={checkpoint}", "checkpoint.keep_best=0")  # its metric may be of another evaluation
-        config = load_config(folder / "config.yaml", [*own, *args.overrides])
-    elif shipped.named(target, "recipes").exists():
-        config = _load("train", args.target, args.overrides)
-    else:
-        raise UserError(f"{target}: no such run or recipe; expected runs/NAME, runs/NAME/step_N or a YAML file")
-    if config.data.eval is None:
-        raise UserError(f"{target}: no prompts to evaluate on (key: data.eval)")
-    row = run(config, "eval")
+    recipe = shipped.named(args.target, "recipes")
+    if recipe.is_file():  # a file of another command is named as such
+        _load("train", str(recipe), args.overrides)
+    row = evaluate(args.target, *args.overrides)
     wide = max(18, *map(len, row))
     for name, value in row.items():
         shown = f"{value:,}" if isinstance(value, int) else "none could be scored" if value is None else f"{value:.4f}"

@@ -30,7 +30,7 @@ class Client:
         return self.handle.name
 
 
-class Remote(Generic[P, T]):
+class RemoteMethod(Generic[P, T]):
     """A method of a role, called in the role's process. Arguments are positional."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
@@ -44,12 +44,12 @@ class EngineClient(Client):
     """Of an engine of the policy or of a judge."""
 
     __slots__ = ()
-    generate = Remote(Engine.generate)
-    abort = Remote(Engine.abort)
-    sleep = Remote(Engine.sleep)
-    wake = Remote(Engine.wake)
-    reset = Remote(Engine.reset)
-    stats = Remote(Engine.stats)
+    generate = RemoteMethod(Engine.generate)
+    abort = RemoteMethod(Engine.abort)
+    sleep = RemoteMethod(Engine.sleep)
+    wake = RemoteMethod(Engine.wake)
+    reset = RemoteMethod(Engine.reset)
+    stats = RemoteMethod(Engine.stats)
 
     async def load_weights(
         self, version: int, weights: Weights | Ref[Weights], bucket: tuple[int, int] = (0, 1)
@@ -59,27 +59,27 @@ class EngineClient(Client):
 
 class ScorerClient(Client):
     __slots__ = ()
-    score = Remote(Scorer.score)
-    stats = Remote(Scorer.stats)
+    score = RemoteMethod(Scorer.score)
+    stats = RemoteMethod(Scorer.stats)
 
 
 class TrainerClient(Client):
     """Of a trainer rank or of a critic rank."""
 
     __slots__ = ()
-    info = Remote(Trainer.info)
-    begin = Remote(Trainer.begin)
-    push = Remote(Trainer.push)
-    prepare = Remote(Trainer.prepare)
-    column = Remote(Trainer.column)
-    take_column = Remote(Trainer.take_column)
-    update = Remote(Trainer.update)
-    evaluate = Remote(Trainer.evaluate)
-    weight_plan = Remote(Trainer.weight_plan)
-    snapshot = Remote(Trainer.snapshot)
-    write = Remote(Trainer.write)
-    abandon = Remote(Trainer.abandon)
-    load = Remote(Trainer.load)
+    info = RemoteMethod(Trainer.info)
+    begin = RemoteMethod(Trainer.begin)
+    push = RemoteMethod(Trainer.push)
+    prepare = RemoteMethod(Trainer.prepare)
+    column = RemoteMethod(Trainer.column)
+    take_column = RemoteMethod(Trainer.take_column)
+    update = RemoteMethod(Trainer.update)
+    evaluate = RemoteMethod(Trainer.evaluate)
+    weight_plan = RemoteMethod(Trainer.weight_plan)
+    snapshot = RemoteMethod(Trainer.snapshot)
+    write = RemoteMethod(Trainer.write)
+    abandon = RemoteMethod(Trainer.abandon)
+    load = RemoteMethod(Trainer.load)
 
     def weight_bucket(self, index: int, receivers: Receivers) -> Ref[Weights]:
         """Starts the call; the bucket stays in the rank's process until an engine reads it."""
@@ -93,12 +93,12 @@ class ControllerClient(Client):
     """For the driver."""
 
     __slots__ = ()
-    run = Remote(Controller.run)
-    evaluate = Remote(Controller.evaluate)
-    status = Remote(Controller.status)
-    mark_dead = Remote(Controller.mark_dead)
-    begin_restart = Remote(Controller.begin_restart)
-    restore = Remote(Controller.restore)
-    mark_alive = Remote(Controller.mark_alive)
-    finished_step = Remote(Controller.finished_step)
-    go_on = Remote(Controller.go_on)
+    run = RemoteMethod(Controller.run)
+    evaluate = RemoteMethod(Controller.evaluate)
+    status = RemoteMethod(Controller.status)
+    mark_dead = RemoteMethod(Controller.mark_dead)
+    begin_restart = RemoteMethod(Controller.begin_restart)
+    restore = RemoteMethod(Controller.restore)
+    mark_alive = RemoteMethod(Controller.mark_alive)
+    finished_step = RemoteMethod(Controller.finished_step)
+    go_on = RemoteMethod(Controller.go_on)

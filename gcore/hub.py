@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +25,6 @@ SMALL = (".json", ".model", ".txt", ".jinja", ".tiktoken")  # configuration and 
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TIMEOUT_S = 20.0
-MAX_HEADER = 100_000_000  # bytes, as in safetensors
 AnyModel = TypeVar("AnyModel", bound=Model)
 
 
@@ -37,6 +36,7 @@ class Repo:
     revision: str | None
     key: str
     kind: str = "model"
+    code: bool = False  # also its Python files
 
     @property
     def is_pinned(self) -> bool:
@@ -56,28 +56,26 @@ def is_id(path: str) -> bool:
 def pin_model(model: AnyModel, key: str = "model") -> AnyModel:
     """The model with its revisions as commits. Configuration and tokenizer are in the cache afterwards."""
     changes: dict[str, str] = {}
-    for name, path, revision in _paths(model):
-        repo = Repo(path, revision, f"{key}.{name}")
-        folder = _folder(repo, weights=False, code=model.trust_remote_code, pinning=True)
-        if name == "path" and not is_id(path):
-            changes["path"] = str(folder)  # of a run: the export of now
-        if is_id(path):
-            changes[repo.revision_key.rpartition(".")[2]] = folder.name  # .../snapshots/COMMIT
+    for name in ("path", "tokenizer"):
+        if getattr(model, name) is not None:
+            repo = _repo(model, key, name)
+            folder = _folder(repo, weights=False, pinning=True)
+            if is_id(repo.id):
+                changes[repo.revision_key.rpartition(".")[2]] = folder.name  # .../snapshots/COMMIT
+            elif name == "path":
+                changes["path"] = str(folder)  # of a run: the export of now
     return model.model_copy(update=changes)
 
 
 def model_folder(model: Model, key: str = "model", *, weights: bool = False) -> Path:
     """The folder of model.path on this machine, with its weights if `weights`. Raises UserError if there is none."""
-    repo = Repo(str(model.path), model.revision, f"{key}.path")
-    return _folder(repo, weights=weights, code=model.trust_remote_code)
+    return _folder(_repo(model, key, "path"), weights=weights)
 
 
 def tokenizer_folder(model: Model, key: str = "model") -> tuple[Path, str]:
     """The folder that has the tokenizer, and the key that names it."""
-    if model.tokenizer is None:
-        return model_folder(model, key), f"{key}.path"
-    repo = Repo(model.tokenizer, model.tokenizer_revision, f"{key}.tokenizer")
-    return _folder(repo, weights=False, code=model.trust_remote_code), repo.key
+    repo = _repo(model, key, "path" if model.tokenizer is None else "tokenizer")
+    return _folder(repo, weights=False), repo.key
 
 
 def config_file(path: str, key: str) -> Path:
@@ -94,14 +92,13 @@ def config_file(path: str, key: str) -> Path:
         raise explain(error, repo) from error
 
 
-def _paths(model: Model) -> Iterator[tuple[str, str, str | None]]:
-    if model.path is not None:
-        yield "path", model.path, model.revision
-    if model.tokenizer is not None:
-        yield "tokenizer", model.tokenizer, model.tokenizer_revision
+def _repo(model: Model, key: str, name: str) -> Repo:
+    """Of model.path or of model.tokenizer."""
+    revision = model.revision if name == "path" else model.tokenizer_revision
+    return Repo(str(getattr(model, name)), revision, f"{key}.{name}", code=model.trust_remote_code)
 
 
-def _folder(repo: Repo, *, weights: bool, code: bool, pinning: bool = False) -> Path:
+def _folder(repo: Repo, *, weights: bool, pinning: bool = False) -> Path:
     """`repo.id` is a hub id only with a commit, or while it is being pinned. Otherwise, if the driver used a relative
     folder, a process in another working directory would download a model of that name from the hub."""
     if not is_id(repo.id) or not (pinning or repo.is_pinned):
@@ -121,7 +118,7 @@ def _folder(repo: Repo, *, weights: bool, code: bool, pinning: bool = False) -> 
     if cached is not None and usable and has_vocabulary(cached) and (not pinning or _has_template(cached)):
         return cached
     try:
-        return _download(repo, weights, code)
+        return _download(repo, weights)
     except UserError:
         raise
     except Exception as error:  # any error: `explain` makes a one-line message
@@ -162,49 +159,42 @@ def _has_weights(folder: Path) -> bool:
         index = folder / f"{name}.index.json"
         if index.is_file():
             try:
-                shards = set(json.loads(index.read_text())["weight_map"].values())
+                return all((folder / name).is_file() for name in _files_of(index))
             except (ValueError, KeyError):
                 return False
-            return all((folder / shard).is_file() for shard in shards)
         if (folder / name).is_file():
             return True
     return False
 
 
+def _files_of(index: Path) -> set[str]:
+    return set(json.loads(index.read_text())["weight_map"].values())
+
+
 def _check_weights(folder: Path, key: str) -> None:
     """UserError if a folder of the user has no weights, or an incomplete file, which libraries would not name."""
+    from safetensors import SafetensorError, safe_open
+
     if (folder / "model_index.json").is_file():  # a pipeline of diffusers
         folder = folder / "transformer"
     if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf")):
         raise UserError(f"{key}={folder}: no weights there; expected files *.safetensors")
     for index in folder.glob("*.safetensors.index.json"):
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            names = _files_of(index)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{key}: {index} cannot be read: {type(error).__name__}: {error}") from None
         if missing := sorted(name for name in names if not (folder / name).is_file()):
             raise UserError(f"{key}={folder}: no file {missing[0]}, which {index.name} names")
     for file in sorted(folder.glob("*.safetensors")):
-        if problem := _damage(file):
-            raise UserError(f"{key}: {file} is no complete safetensors file: {problem}; copy or download it again")
-
-
-def _damage(file: Path) -> str:
-    """What is wrong with a safetensors file, by its header and its size; empty: nothing."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            if not 0 < length <= min(size - 8, MAX_HEADER):
-                return f"{size:,} bytes, and no header"
-            header = json.loads(content.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except OSError as error:
-        return f"it cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        return f"its header is damaged: {type(error).__name__}: {error}"
-    expected = 8 + length + max(ends, default=0)
-    return "" if size == expected else f"{size:,} bytes; its header says {expected:,}"
+        try:
+            with safe_open(file, "np"):  # compares its header with its size
+                pass
+        except (OSError, SafetensorError) as error:
+            problem = f"{file.stat().st_size:,} bytes, {str(error).removeprefix('Error while deserializing header: ')}"
+            raise UserError(
+                f"{key}: {file} is no complete safetensors file: {problem}; copy or download it again"
+            ) from None
 
 
 def _has_template(folder: Path) -> bool:
@@ -218,11 +208,11 @@ def _has_template(folder: Path) -> bool:
         return False
 
 
-def _download(repo: Repo, weights: bool, code: bool) -> Path:
+def _download(repo: Repo, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     info = HfApi().model_info(repo.id, revision=repo.revision, timeout=TIMEOUT_S)
-    names = wanted([file.rfilename for file in info.siblings or ()], weights, code)
+    names = wanted([file.rfilename for file in info.siblings or ()], weights, repo.code)
     if weights and not any(name.endswith((".safetensors", ".bin")) for name in names):
         raise UserError(f"{repo.key}={repo.id}: has no weights; expected a model with safetensors")
     if not names:
@@ -244,13 +234,12 @@ def explain(error: Exception, repo: Repo) -> UserError:
     """A one-line message for any exception of huggingface_hub or datasets."""
     from huggingface_hub import constants, errors
 
-    chain: list[BaseException] = [error]
-    while True:
-        last = chain[-1]
-        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
-        if cause is None:
-            break
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
         chain.append(cause)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    last = chain[-1]
 
     def has(kind: type[Exception]) -> bool:
         return any(isinstance(link, kind) for link in chain)

@@ -257,7 +257,7 @@ class SampleMeta:
     work: SampleWork
     actions: int  # steps that count in the loss
     digest: bytes = b""  # of the steps, for samples_digest
-    steps: int = 0  # that the head predicts
+    steps: int = 0  # all of them: the head of a network predicts each
 
     @property
     def key(self) -> tuple[int, int]:

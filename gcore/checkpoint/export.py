@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore.checkpoint import store
-from gcore.config import load_config
 from gcore.config.base import Model
+from gcore.config.load import load_config
 from gcore.config.tree import Config
 from gcore.content.processor import MediaProcessor
 from gcore.modalities.table import kind_of
@@ -61,7 +61,15 @@ def _export(run: Path, checkpoint: Path, folder: Path) -> int:
     config = load_config(run / "config.yaml")
     for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
         _check_place(place)
-    return kind_of(config).export(checkpoint, folder, adapter_folder(folder))
+    from safetensors import SafetensorError
+
+    try:
+        return kind_of(config).export(checkpoint, folder, adapter_folder(folder))
+    except (OSError, SafetensorError) as error:  # the disk is full, or a share is gone
+        raise UserError(
+            f"{folder}: not exported: {' '.join(str(error).split())}; delete what was written there, and try again "
+            "where there is enough space"
+        ) from error
 
 
 def export_language_model(

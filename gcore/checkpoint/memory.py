@@ -45,9 +45,14 @@ def open_memory(run_folder: Path) -> None:
                 "checkpoint.memory_every=0"
             )
         link.unlink()  # the machine was started again, or this folder is a copy of another run
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
-    link.symlink_to(folder)
-    (folder / OWNER).write_text(str(link.absolute()))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
+        link.symlink_to(folder)
+        (folder / OWNER).write_text(str(link.absolute()))
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.memory_every: cannot write to {SHARED_MEMORY}: {error.strerror or error}"
+        ) from None
 
 
 def close_memory(run_folder: Path) -> None:

@@ -75,6 +75,8 @@ class Remote:
         source = f"{self._root}/{names[-1]}"
         for path in self._files.find(source):
             name = str(path).partition(f"{source.lstrip('/')}/")[2]
+            if not name or ".." in Path(name).parts:  # it would be written beside the checkpoint
+                raise UserError(f"{KEY}: got a file {path} there; expected only files of checkpoints")
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             self._files.get_file(path, str(partial / name))
         store.remove(folder / names[-1])  # the rest of one that a kill has left without a manifest

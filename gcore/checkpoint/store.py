@@ -53,7 +53,7 @@ def write_file(path: Path, contents: Iterable[Any]) -> FileEntry:
     """Write a file to disk and read it again. The checksum is that of the bytes in memory. OSError if they differ."""
     faults.reach("file")
     digest, size = hashlib.sha256(), 0
-    with open(path, "wb", buffering=0) as file:
+    with open(path, "wb", buffering=0, opener=_no_link) as file:
         for content in contents:
             view = memoryview(content).cast("B")
             digest.update(view)
@@ -68,6 +68,11 @@ def write_file(path: Path, contents: Iterable[Any]) -> FileEntry:
         raise OSError(f"{path} was written, but what is read from it differs")
     faults.reach("written", path)
     return entry
+
+
+def _no_link(path: str, flags: int) -> int:
+    """OSError for a symbolic link that another program has put there."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def entry_of(path: Path) -> FileEntry:

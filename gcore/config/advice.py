@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from gcore.config.algorithm import Algorithm
 from gcore.config.base import Section
+from gcore.config.engines import engines_with
+from gcore.config.leaves import leaves_of
 from gcore.config.presets import preset_values
-from gcore.config.resume import leaves_of
 from gcore.config.tree import Config
 
 SMALL_CLIP, LARGE_CLIP = 0.01, 0.05  # ratios of whole samples are clipped at about 4e-4, those of tokens at 0.2
@@ -21,8 +22,7 @@ SMALL_CLIP, LARGE_CLIP = 0.01, 0.05  # ratios of whole samples are clipped at ab
 def warnings(config: Config) -> list[str]:
     """One line per contradiction."""
     algorithm = config.algorithm
-    found = [*_departures(config), *_loss(algorithm), *_kl(algorithm), *_samples(config), *_critic(config)]
-    return [*found, *_unused(config)]
+    return [*_departures(config), *_loss(algorithm), *_kl(algorithm), *_samples(config), *_unused(config)]
 
 
 def _changed(section: Section, *names: str) -> list[str]:
@@ -65,8 +65,6 @@ def _loss(algorithm: Algorithm) -> Iterator[str]:
             f"algorithm.policy_loss={loss} with mini_batches=1: with one update per step all ratios are 1, so the "
             "gradient is the same as with policy_loss=ppo"
         )
-    if loss in ("cispo", "sapo", "reinforce") and algorithm.clip_ratio_dual is not None:
-        yield f"algorithm.clip_ratio_dual has no effect with policy_loss={loss}"
     if loss == "reinforce" and algorithm.mini_batches * algorithm.epochs > 1:
         yield (
             f"algorithm.policy_loss=reinforce with {algorithm.mini_batches * algorithm.epochs} updates per step: it "
@@ -82,8 +80,6 @@ def _loss(algorithm: Algorithm) -> Iterator[str]:
 def _kl(algorithm: Algorithm) -> Iterator[str]:
     estimator = algorithm.kl_estimator
     if algorithm.kl_coef == 0:
-        if algorithm.preset is None and (unused := _changed(algorithm, "kl_estimator", "kl_in")):
-            yield f"algorithm.{' and '.join(unused)}: no effect with algorithm.kl_coef=0"
         return
     if algorithm.kl_in == "loss" and estimator == "k1":
         yield (
@@ -102,37 +98,32 @@ def _kl(algorithm: Algorithm) -> Iterator[str]:
         )
 
 
-def _critic(config: Config) -> Iterator[str]:
-    if (given := _changed(config.critic)) and not config.algorithm.estimator.critic:
-        name = config.algorithm.adv_estimator
-        yield f"critic.{' and '.join(given)}: no effect with algorithm.adv_estimator={name}; gae has a critic"
-    if config.placement.critic.ranks and not config.algorithm.estimator.critic:
-        name = config.algorithm.adv_estimator
-        yield f"placement.critic.ranks: no effect with algorithm.adv_estimator={name}; gae has a critic"
-
-
 def _unused(config: Config) -> Iterator[str]:
-    """Keys that the objective or the estimator does not read."""
-    algorithm, objective = config.algorithm, config.objective
-    if objective != "policy":
-        unread = algorithm.model_copy(update={"overlong": algorithm.overlong.model_copy(update={"mask": False})})
-        unused = [name for name in _changed(unread) if name not in ("preset", "mini_batches")]
-        yield from _lines("algorithm", unused, f"objective={objective}")
-    else:
-        yield from _lines("preference", _changed(config.preference), "objective=policy")
-        if not algorithm.estimator.per_step:
-            name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-            yield from _lines("algorithm", _changed(algorithm, "gamma"), name)
-        if not algorithm.estimator.critic:
-            name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-            yield from _lines("algorithm", _changed(algorithm, "gae_lambda"), name)
-        if algorithm.mini_batches * algorithm.epochs == 1:
-            yield from _lines("algorithm", _changed(algorithm, "early_stop_kl"), "one update per step")
-
-
-def _lines(section: str, unused: list[str], cause: str) -> Iterator[str]:
-    if unused:
-        yield f"{section}.{' and '.join(unused)}: no effect with {cause}"
+    """Keys that the objective, the estimator or the loss does not read."""
+    algorithm, is_policy, critic = config.algorithm, config.objective == "policy", config.algorithm.estimator.critic
+    estimator, loss = f"algorithm.adv_estimator={algorithm.adv_estimator}", algorithm.policy_loss
+    unread = algorithm.model_copy(update={"overlong": algorithm.overlong.model_copy(update={"mask": False})})
+    others = [name for name in _changed(unread) if name not in ("preset", "mini_batches")]
+    kl_keys = [] if algorithm.preset else _changed(algorithm, "kl_estimator", "kl_in")
+    for has_no_effect, section, names, cause in (
+        (not critic, "critic", _changed(config.critic), f"{estimator}; gae has a critic"),
+        (not critic, "placement.critic", _changed(config.placement.critic, "ranks"), f"{estimator}; gae has a critic"),
+        (not is_policy, "algorithm", others, f"objective={config.objective}"),
+        (is_policy, "preference", _changed(config.preference), "objective=policy"),
+        (is_policy and algorithm.kl_coef == 0, "algorithm", kl_keys, "algorithm.kl_coef=0"),
+        (is_policy and not algorithm.estimator.step_rewards, "algorithm", _changed(algorithm, "gamma"), estimator),
+        (is_policy and not critic, "algorithm", _changed(algorithm, "gae_lambda"), estimator),
+        (
+            is_policy and algorithm.mini_batches * algorithm.epochs == 1,
+            *("algorithm", _changed(algorithm, "early_stop_kl"), "one update per step"),
+        ),
+        (
+            is_policy and loss in ("cispo", "sapo", "reinforce"),
+            *("algorithm", _changed(algorithm, "clip_ratio_dual"), f"policy_loss={loss}"),
+        ),
+    ):
+        if has_no_effect and names:
+            yield f"{section}.{' and '.join(names)}: no effect with {cause}"
 
 
 def _samples(config: Config) -> Iterator[str]:
@@ -157,5 +148,5 @@ def _samples(config: Config) -> Iterator[str]:
         yield (
             f"generation.top_p={generation.top_p}, top_k={generation.top_k}: importance weights compare full "
             "distributions and do not correct for tokens that are never sampled; use top_p=1 and top_k=0, or "
-            "keep_sampling_mask=true with engine=embedded"
+            f"keep_sampling_mask=true with engine={engines_with('sampling_mask')}"
         )

@@ -28,8 +28,8 @@ class Estimator:
     siblings: bool = True  # compares the samples of a prompt: at least 2
     greedy: bool = False  # needs the reward of a greedy response to each prompt
     # What follows on the trainer ranks (training/step_advantages.py):
-    whiten: bool = False  # normalize over all actions of the batch
-    per_step: bool = False  # rewards belong to steps: the score to the last action, the KL to the action that has it
+    whiten: bool = False  # normalize over all steps of the batch that are trained
+    step_rewards: bool = False  # each step has its reward: the last one the score of the sample, and each its own KL
     critic: bool = False  # generalized advantage estimation, with a value network
     rescale: bool = False  # times (samples of the batch) / (samples with an advantage other than 0)
 
@@ -41,10 +41,10 @@ ESTIMATORS = {
     "opo": Estimator(),
     "gpg": Estimator(rescale=True),
     "gdpo": Estimator(whiten=True),
-    "reinforce_pp": Estimator(siblings=False, whiten=True, per_step=True),
+    "reinforce_pp": Estimator(siblings=False, whiten=True, step_rewards=True),
     "reinforce_pp_baseline": Estimator(whiten=True),
-    "remax": Estimator(siblings=False, greedy=True, per_step=True),
-    "gae": Estimator(siblings=False, whiten=True, per_step=True, critic=True),
+    "remax": Estimator(siblings=False, greedy=True, step_rewards=True),
+    "gae": Estimator(siblings=False, whiten=True, step_rewards=True, critic=True),
 }
 OWN_ESTIMATOR = Estimator(siblings=False)  # of a user's function
 
@@ -182,7 +182,7 @@ class Algorithm(Section):
     @property
     def kl_per_step(self) -> bool:
         """The KL in the reward is charged to each step. Otherwise to the sample, before siblings are compared."""
-        return self.kl_in_reward and self.estimator.per_step
+        return self.kl_in_reward and self.estimator.step_rewards
 
     @property
     def estimator(self) -> Estimator:

@@ -7,17 +7,19 @@ import numbers
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from gcore.config.engines import ENGINES, EngineName, EngineTraits
+from gcore.config.engines import DEFAULT_ENGINE, ENGINES, EngineName, EngineTraits
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]  # clocks overflow above 9e9
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger one
+
+LARGEST = 1e30  # float32 ends at 3e38, and numbers are multiplied
 
 
 def _folder_name(name: str) -> str:
@@ -59,6 +61,13 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="after")
+    def _fits_float32(self) -> Self:
+        for name, value in self:
+            if isinstance(value, float) and abs(value) > LARGEST:
+                raise ValueError(f"{name}={value:g}; expected a number of at most {LARGEST:g}")
+        return self
 
 
 class BuildVision(Section):
@@ -196,6 +205,16 @@ class Model(Section):
         return self
 
 
+def _trained(value: Any) -> None:
+    if value is not None:
+        raise ValueError("random weights cannot score; expected path instead (objective=reward_model trains a model)")
+
+
+class StoredModel(Model):
+    build: Annotated[None, BeforeValidator(_trained)] = None
+    """Not for models that score: their weights are in a folder."""
+
+
 class Lora(Section):
     rank: PositiveInt = 16
     """Rank of the two factors that are trained for each target matrix."""
@@ -244,14 +263,12 @@ class EmulatedDevice(Section):
     """Spread of the lengths: standard deviation of the logarithm."""
     shared: Fraction = 0.0
     """Fraction of the variance of lengths that all responses of a prompt share."""
-    speed: Annotated[float, Field(gt=0)] = 1.0
-    """Emulated seconds per real second; must be equal for everything emulated in a run."""
 
 
 class Serving(Section):
     """How a language model is served, as policy or as judge."""
 
-    engine: EngineName = "embedded"
+    engine: EngineName = DEFAULT_ENGINE
     """`embedded`: transformers models in G-Core's own batched engine; `vllm`, `sglang`: vLLM or SGLang, which must be
     installed, see docs/engines.md; `emulated`: random tokens from an emulated device that only sleeps, see
     docs/placement.md."""
@@ -261,8 +278,6 @@ class Serving(Section):
     """Maximum number of sequences that a replica decodes at once; further requests queue."""
     min_step_s: NonNegative = 0.0
     """Embedded: minimum seconds per decoding step; emulates a slower device."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the model; `auto`: as `training.device`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.4

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gcore.config.denoising import check_denoising
+from gcore.config.engines import engines_with
 from gcore.config.megatron import TRAINER
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _check_objective(config: Config) -> None:
         raise ValueError(
             f"generation.temperature={config.generation.temperature}: the teacher {at_one[0].name!r} is on "
             f"engine={at_one[0].engine}, which returns logprobs of given tokens at temperature 1 only; expected 1, "
-            "or engine=embedded for the teacher"
+            f"or engine={engines_with('scores_at_any_temperature')} for the teacher"
         )
     if config.objective == "reward_model":
         _check_reward_model(config)
@@ -177,10 +178,6 @@ def _check_emulated(config: Config) -> None:
             f"training.backend=emulated has no weights for engines, got generation.engine={policy.engine}; expected "
             "generation.engine=emulated"
         )
-    sections = (emulated, policy.emulated, *(judge.emulated for judge in config.rewards.engine_judges))
-    speeds = sorted({section.speed for section in sections if section is not None})
-    if len(speeds) > 1:
-        raise ValueError(f"emulated.speed: got {speeds}; expected the same value in all emulated sections of a run")
 
 
 def _check_lora(config: Config) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from gcore.config.base import Arguments, Count, PositiveInt, Section
-from gcore.config.evaluation import SetName
 from gcore.config.objects import PythonObject, RowsPath, is_rows
+from gcore.config.run import SetName
 
 
 class Stored(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -20,10 +21,9 @@ class Window(Section):
     """Consecutive denoising steps that are stochastic and trained; all others follow the ODE."""
     order: Literal["sliding", "random"] = "sliding"
     """`sliding`: the window moves from noise to image during the run; `random`: a random place for each prompt."""
-    stride: PositiveInt = 1
-    """Sliding: denoising steps per move."""
     every: PositiveInt = 25
-    """Sliding: training steps between two moves. They are counted in prompts, `sampling.prompts_per_step` each."""
+    """Sliding: training steps between two moves of one denoising step. They are counted in prompts,
+    `sampling.prompts_per_step` each."""
 
 
 class Denoising(Section):
@@ -70,7 +70,7 @@ class Denoising(Section):
             first = int(random * places)
         else:
             moves = number // (self.window.every * prompts_per_step)
-            first = min(moves * self.window.stride, places - 1)
+            first = min(moves, places - 1)
         return first, first + self.window.size
 
     @model_validator(mode="after")
@@ -90,15 +90,13 @@ class Denoising(Section):
         return self
 
 
-def with_length(tree: dict[str, Any]) -> dict[str, Any]:
-    """The parsed configuration with `generation.max_response_length` = `generation.denoising.steps`: the steps of a
-    sample are its denoising steps."""
-    generation = tree.get("generation")
-    denoising = generation.get("denoising") if isinstance(generation, dict) else None
-    if not isinstance(denoising, dict) or not isinstance(generation, dict):
-        return tree
-    steps = denoising.get("steps", Denoising.model_fields["steps"].default)
-    return {**tree, "generation": {"max_response_length": steps, **generation}}
+def implied_by_denoising(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The steps of a sample are its denoising steps. `tree`: a parsed recipe."""
+    match tree:
+        case {"generation": {"denoising": dict() as denoising}}:
+            steps = denoising.get("steps", Denoising.model_fields["steps"].default)
+            return {"generation": {"max_response_length": steps}}
+    return {}
 
 
 def check_denoising(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""The engines, as data: one row each. Checks, sizes and plans read these traits and name no engine.
+"""The engines, as data: one row each. Checks, sizes, plans and messages read this table and name no engine.
 
 An engine is its file (`module`, with `make_engine`) and its row here.
 """
@@ -26,6 +26,10 @@ class EngineTraits:
     scores_at_one: bool = False  # only those at temperature 1, and it needs room for one more token
     decode_steps: bool = False  # can launch several decoding steps at once on one GPU
     computes: bool = True  # False: it only sleeps for the time of a device
+
+    @property
+    def scores_at_any_temperature(self) -> bool:
+        return self.scores and not self.scores_at_one
 
 
 ENGINES = {
@@ -60,6 +64,7 @@ ENGINES = {
     "emulated": EngineTraits("gcore.emulate.engine", sleeps=True, computes=False),
 }
 
+DEFAULT_ENGINE = "embedded"
 if TYPE_CHECKING:
     EngineName = str
 else:

@@ -14,30 +14,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from gcore import shipped
-from gcore.config.foreign_names import key_of, leaves, own_name
+from gcore.config.names import FORMER, key_of, leaves, own_name
 from gcore.config.secrets import redacted
 from gcore.config.tree import Config
 from gcore.types import UserError
 
-FORMER = {  # names that keys had, or that one could expect -> the key, with a remark
-    "training.tensor_parallel": "placement.trainer.tensor_parallel",
-    "algorithm.sapo_tau_positive": "algorithm.sapo_tau (two numbers: for positive and for negative advantages)",
-    "algorithm.sapo_tau_negative": "algorithm.sapo_tau (two numbers: for positive and for negative advantages)",
-    "algorithm.kl_target": "algorithm.adaptive_kl.target",
-    "algorithm.kl_horizon": "algorithm.adaptive_kl.horizon",
-    "algorithm.entropy_target": "algorithm.adaptive_entropy.target",
-    "algorithm.entropy_change": "algorithm.adaptive_entropy.change",
-    "algorithm.importance_mode": "algorithm.importance.mode",
-    "algorithm.importance_cap": "algorithm.importance.cap",
-    "algorithm.importance_floor": "algorithm.importance.floor",
-    "algorithm.overlong_buffer": "algorithm.overlong.buffer",
-    "algorithm.overlong_penalty": "algorithm.overlong.penalty",
-    "algorithm.mask_truncated": "algorithm.overlong.mask",
-    "placement.move_timeout_s": "run.hang_s (a move that takes longer is undone)",
-    "observe.tensorboard": "observe.trackers (a list: [tensorboard] is the default, [] is none)",
-    "observe.wandb": "observe.trackers (a list, such as [tensorboard, wandb])",
-    "observe.mlflow": "observe.trackers (a list, such as [tensorboard, mlflow])",
-}
 Tree = TypeVar("Tree", bound=BaseModel)
 
 
@@ -47,8 +28,8 @@ class _Loader(yaml.SafeLoader):
 
 _BOOL = "tag:yaml.org,2002:bool"
 _Loader.yaml_implicit_resolvers = {
-    first: [resolver for resolver in found if resolver[0] != _BOOL]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [resolver for resolver in resolvers if resolver[0] != _BOOL]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _FLOAT = re.compile(r"^[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)$")
@@ -200,9 +181,16 @@ def _explain_section(where: str, section: Any, keys: list[str]) -> dict[str, str
 
 
 def _unknown(where: str, nearest: str | None) -> str:
+    if (advice := FORMER.get(_without_indices(where), "")).startswith("remove it"):
+        return f"{where}: unknown key; {advice}"
     if nearest is None:
         return f"{where}: unknown key"
     return f"{where}: unknown key; did you mean {key_of(nearest)}?{nearest.removeprefix(key_of(nearest))}"
+
+
+def _without_indices(path: str) -> str:
+    """rewards.functions.0.name -> rewards.functions.name"""
+    return ".".join(part for part in path.split(".") if not part.isdigit())
 
 
 def _explain(where: str, error: Any, keys: list[str]) -> str:
@@ -214,8 +202,6 @@ def _explain(where: str, error: Any, keys: list[str]) -> str:
         case "value_error":
             message = str(error["ctx"]["error"])
             return f"{where}: {message}" if where else message
-        case "none_required":
-            return f"{where}: got {error['input']!r}; expected no value: this key is of the same section elsewhere"
         case "model_type" | "model_attributes_type":
             inside = [key.removeprefix(f"{where}.") for key in keys if key.startswith(f"{where}.")]
             expected = f"a section with keys such as {', '.join(inside[:4])}" if inside else "a section"
@@ -231,14 +217,13 @@ def _is_union_tag(part: Any) -> bool:
 
 
 def _nearest_key(where: str, keys: list[str]) -> str | None:
-    """The first of: a name of another trainer, a similar name in the same section (a very similar one, if another
-    section or another trainer has this name), the same name in another section, a similar name there, a similar
-    path."""
+    """The first of: a former name, a similar name in the same section (a very similar one, if another section or
+    another trainer has this name), a name of another trainer, the same name in another section, a similar name there,
+    a similar path."""
     section, _, name = where.rpartition(".")
-    if key_of(FORMER.get(where, "")) in keys:
-        return FORMER[where]
-    inside = ".".join(part for part in section.split(".") if not part.isdigit())  # functions.0.name: any item
-    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == inside]
+    if key_of(former := FORMER.get(_without_indices(where), "")) in keys:
+        return former
+    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == _without_indices(section)]
     same, foreign = [key for key in keys if key.rpartition(".")[2] == name], own_name(where, keys)
     close = difflib.get_close_matches(name, siblings, 1, cutoff=0.8 if same or foreign else 0.6)
     if close:
@@ -257,20 +242,15 @@ def _nearest_key(where: str, keys: list[str]) -> str | None:
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     for name, info in model.model_fields.items():
         yield prefix + name
-        for section in [*sections_of(info.annotation), *items_of(info.annotation)]:
+        for section in sections_of(info.annotation):
             yield from all_keys(section, f"{prefix}{name}.")
 
 
-def items_of(annotation: Any) -> list[type[BaseModel]]:
-    """The sections inside a list, such as `list[RewardFunction]`."""
-    return sections_of(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is list else []
-
-
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """The sections inside an annotation such as `WarmStart | None` (not those inside lists)."""
+    """The sections inside an annotation such as `WarmStart | None` or `list[RewardFunction]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if typing.get_origin(annotation) is typing.Annotated:
+    if typing.get_origin(annotation) in (typing.Annotated, list):
         return sections_of(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [s for arg in typing.get_args(annotation) for s in sections_of(arg)]

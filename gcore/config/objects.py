@@ -46,14 +46,14 @@ class PythonObject(str):
         return _unpack, (str(self), *(self._packed or _pack(self)))
 
 
-def _pack(found: PythonObject) -> tuple[bytes, list[str]]:
+def _pack(item: PythonObject) -> tuple[bytes, list[str]]:
     import cloudpickle
 
     try:
-        return cloudpickle.dumps(found._object), list(sys.path)
+        return cloudpickle.dumps(item._object), list(sys.path)
     except Exception as error:  # a lock, an open file, a client of a server, ...
         raise UserError(
-            f"{found}: it cannot be sent to the processes of the run ({type(error).__name__}: {error}); open files and "
+            f"{item}: it cannot be sent to the processes of the run ({type(error).__name__}: {error}); open files and "
             "connections inside of the function, or use runtime=local with rewards.workers=0"
         ) from error
 

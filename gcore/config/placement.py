@@ -6,14 +6,12 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from gcore.config.base import Auto, Count, PositiveInt, Seconds, Section
+from gcore.config.base import Auto, Count, PositiveInt, Section
 
 
 class PolicyPlacement(Section):
     replicas: PositiveInt | Auto = "auto"
     """Engine processes; `auto`: one per `generation.tensor_parallel` GPUs, or one per CPU core (at most 4 per node)."""
-    threads: PositiveInt | Auto = "auto"
-    """CPU threads per process; `auto`: 1, with which results do not depend on the other sequences of a batch."""
 
 
 class TrainerPlacement(Section):
@@ -35,7 +33,7 @@ class TrainerPlacement(Section):
     """Data-parallel ranks that share one copy of weights and optimizer state; each group of this size has its own copy
     (HSDP). Must divide `ranks` / `tensor_parallel`. `auto`: all of them on GPUs, 1 on CPU."""
     threads: PositiveInt | Auto = "auto"
-    """CPU threads per process; `auto`: cores of a node divided by its trainer and critic ranks."""
+    """CPU threads per trainer and critic rank; `auto`: cores of a node divided by these ranks."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> TrainerPlacement:
@@ -50,8 +48,6 @@ class CriticPlacement(Section):
     time. They use FSDP2. 0: the critic is on the trainer ranks. On GPUs only with `mode: disaggregated`."""
     shard: PositiveInt | Auto = "auto"
     """Ranks that share one copy of weights and optimizer state. `auto`: all of them on GPUs, 1 on CPU."""
-    threads: PositiveInt | Auto = "auto"
-    """CPU threads per process; `auto`: cores of a node divided by its trainer and critic ranks."""
 
     @model_validator(mode="after")
     def _whole_copies(self) -> CriticPlacement:
@@ -74,8 +70,6 @@ class Placement(Section):
     split: dict[str, PositiveInt] = {}
     """Slots per role, by the names `policy` and the judges': `{policy: 3, judge: 1}`. `static` keeps this split,
     `dynamic` starts with it. Default: an even split."""
-    poll_interval_s: Seconds = 0.25
-    """Seconds between polls of the roles' remaining work; at least a hundredth of the last rollout."""
     weights: Literal["auto", "host", "broadcast"] = "auto"
     """How the trainer's weights reach engines in other processes. `host`: through shared memory of the machine;
     `broadcast`: from GPU to GPU by NCCL (by gloo on a CPU). `auto`: CUDA IPC handles on a shared GPU, `broadcast`

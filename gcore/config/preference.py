@@ -65,14 +65,9 @@ class Preference(Section):
     """KTO: weight of the answers with a false `label`."""
 
 
-def with_pair_filter(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The parsed configuration; with pairs of rollouts, groups without a pair are replaced unless it says otherwise.
-
-    Values of a wrong type are unchanged, so that the validation reports them.
-    """
-    found = dict(tree)
-    section, sampling = found.get("preference"), found.get("sampling", {})
-    has_pairs = found.get("objective", "policy") not in ("policy", "sft")
-    if has_pairs and isinstance(section, dict) and section.get("pairs") == "rollouts" and isinstance(sampling, dict):
-        found["sampling"] = {"filter": "spread", **sampling}
-    return found
+def implied_by_pairs(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With pairs of rollouts, groups without a pair are replaced. `tree`: a parsed recipe."""
+    match tree:
+        case {"objective": objective, "preference": {"pairs": "rollouts"}} if objective not in ("policy", "sft"):
+            return {"sampling": {"filter": "spread"}}
+    return {}

@@ -1,6 +1,6 @@
 """The algorithms of papers, as one table: each entry names its paper and the keys of `algorithm` that the paper uses.
 
-    algorithm: {preset: NAME}  ──with_preset──>  the keys of the entry that the recipe does not set
+    algorithm: {preset: NAME}  ──implied──>  the keys of the entry  ──filled──>  those that the recipe does not set
 
 The formulas are in preparation/advantages.py and training/step_advantages.py (estimators) and training/objective.py
 (losses). docs/algorithms.md explains the entries.
@@ -10,24 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gdpo",
-    "opo",
-    "gpg",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "ppo",
-]
 OVERLONG_SHARE = 5  # DAPO: a buffer of 4,096 for responses of 20,480 tokens
 
 
@@ -90,35 +74,27 @@ ALGORITHMS: dict[str, Entry] = {
         _keys("gae", "ppo", "token_mean", kl=(0.02, "k1", "reward"), gamma=1.0, gae_lambda=0.95),
     ),
 }
-PRESETS: dict[str, Mapping[str, Any]] = {name: entry.keys for name, entry in ALGORITHMS.items()}
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[tuple(ALGORITHMS)]
 
 
 def preset_values(preset: str, max_response_length: int) -> dict[str, dict[str, Any]]:
     """The keys that a preset sets, by section: {"algorithm": {...}, "sampling": {...}}."""
-    algorithm = dict(PRESETS[preset])
+    algorithm = dict(ALGORITHMS[preset].keys)
     if preset != "dapo":
         return {"algorithm": algorithm}
     algorithm["overlong"] = {"buffer": max_response_length // OVERLONG_SHARE, **algorithm["overlong"]}
     return {"algorithm": algorithm, "sampling": {"filter": "spread"}}
 
 
-def with_preset(tree: Mapping[str, Any], max_response_length: int) -> Mapping[str, Any]:
-    """The parsed configuration plus the keys of its preset. `max_response_length`: used if the key is not set.
-
-    Values of a wrong type are unchanged, so that the validation reports them.
-    """
-    algorithm, generation = (tree.get(name) for name in ("algorithm", "generation"))
-    preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
-    if not isinstance(preset, str) or preset not in PRESETS:
-        return tree
-    length = generation.get("max_response_length") if isinstance(generation, dict) else None
-    return _filled(tree, preset_values(preset, length if isinstance(length, int) else max_response_length))
-
-
-def _filled(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with the values of keys that it does not set."""
-    filled = {**values, **tree}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and isinstance(filled[name], Mapping):
-            filled[name] = _filled(filled[name], value)
-    return filled
+def implied_by_preset(tree: Mapping[str, Any], max_response_length: int) -> Mapping[str, Any]:
+    """What the preset of a parsed recipe sets. `max_response_length`: if the recipe does not say it."""
+    match tree:
+        case {"algorithm": {"preset": str() as preset}} if preset in ALGORITHMS:
+            match tree:
+                case {"generation": {"max_response_length": int() as length}}:
+                    return preset_values(preset, length)
+            return preset_values(preset, max_response_length)
+    return {}

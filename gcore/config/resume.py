@@ -5,11 +5,12 @@ redacted tree of the checkpoint, tree of this run ──changes──> ["trainin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from gcore.config.leaves import leaves_of
 from gcore.config.secrets import redacted
 from gcore.types import UserError
 
@@ -23,9 +24,16 @@ FREE = (
     *("data.eval*", "data.max_prompt_length", "data.system_prompt"),
     *(f"data.train.{name}" for name in ("path", "subset", "split", "revision", "size", "task", "args*")),
     # resources, patience and addresses
-    *("*.device", "*.max_concurrent", "*.min_step_s", "*.gpu_memory_utilization", "*.tensor_parallel", "*.eager"),
+    *(
+        "training.device",
+        "*.max_concurrent",
+        "*.min_step_s",
+        "*.gpu_memory_utilization",
+        "*.tensor_parallel",
+        "*.eager",
+    ),
     *("*.sleep", "*.timeout_s", "*.retries", "*.attempts", "*.replicas", "*.workers", "*.recycle_after"),
-    *("*.max_error_frac", "*.token_env", "*.url", "*.max_tokens_per_batch"),
+    *("*.max_error_frac", "*.token_env", "*.url"),
 )
 UNSET = "not set"
 
@@ -49,13 +57,3 @@ def refusal(checkpoint: Path, listed: Sequence[str]) -> UserError:
         f"{checkpoint} was made by a run that differs: {'; '.join(listed)}. The results would be those of neither run; "
         "change it back, or set run.resume_anyway=true"
     )
-
-
-def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """("training.lr", 1e-6), ("rewards.functions.0.name", "exact"), ..."""
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else None
-    if items is None:
-        yield path, tree
-        return
-    for name, value in items:
-        yield from leaves_of(value, f"{path}.{name}" if path else str(name))

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from gcore.config.base import Arguments, Auto, Count, Fraction, Model, PositiveInt, RewardSource, Seconds, Section
+from gcore.config.base import Arguments, Auto, Count, Fraction, PositiveInt, RewardSource, Seconds, Section, StoredModel
 from gcore.config.judges import EngineJudge, Judge, Teacher
 from gcore.config.objects import FunctionPath
 
@@ -34,7 +34,7 @@ class RewardFunction(RewardSource):
 
 
 class ScalarReward(RewardSource):
-    model: Model
+    model: StoredModel
     """A sequence-classification model with one label (Bradley-Terry), with its own tokenizer and chat template.
     `objective: reward_model` trains one."""
     replicas: PositiveInt = 1
@@ -42,10 +42,6 @@ class ScalarReward(RewardSource):
     max_length: PositiveInt | Auto = "auto"
     """Maximum length of a conversation in the model's tokens; a longer one fails and is not cut. `auto`: the model's
     context window."""
-    max_tokens_per_batch: PositiveInt = 16384
-    """Maximum number of tokens per batch."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the model; `auto`: as `training.device`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
 

@@ -1,16 +1,33 @@
-"""Configuration of the run itself: its name and length, resume and restarts; and of injected faults."""
+"""Sections about the run itself: its length, resume and restarts; checkpoints, evaluations and what a user sees of it;
+and injected faults."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from gcore.config.base import Auto, Count, FolderName, PositiveInt, Seconds, Section, Seed
+from gcore.config.base import Auto, Count, FolderName, NonNegative, PositiveInt, Seconds, Section, Seed
 from gcore.config.objects import FunctionPath
 
 DEFAULT_STEPS = 100
+OF_A_SET = ("accuracy", "reward_mean", "response_length", "prompts", "failed")  # eval/NAME
+SET_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+def _set_name(name: str) -> str:
+    if not SET_NAME.fullmatch(name) or name in OF_A_SET:
+        raise ValueError(
+            f"got the name {name!r} of an evaluation set; expected letters, digits, . _ - (and not a metric)"
+        )
+    return name
+
+
+SetName = Annotated[str, AfterValidator(_set_name)]
 
 
 class Run(Section):
@@ -22,7 +39,7 @@ class Run(Section):
     """Seed of all randomness: data order, sampling noise, weights of a model built from scratch."""
     steps: Count | Auto = "auto"
     """Training steps. `auto`: those of `epochs`; 100 without `epochs`."""
-    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
     """Length of the run in passes over `data.train`: `epochs` x rows / `sampling.prompts_per_step` steps, rounded up.
     Rows that are dropped (too long, bad images) do not count: all are read before the run starts. An epoch counts the
     prompts that are trained on; those that `sampling.filter` drops are drawn in addition. If `steps` is a number too,
@@ -56,6 +73,109 @@ class Run(Section):
         if self.steps == "auto":
             return DEFAULT_STEPS if self.epochs is None else 0
         return self.steps
+
+
+class Checkpoint(Section):
+    every: Count = 50
+    """Steps between checkpoints; there is also one at the end. 0: only at the end. The same applies to the warm start
+    (`warm_N`)."""
+    memory_every: Count = 0
+    """Steps between checkpoints in the memory of the machine (`/dev/shm`), of which the newest is kept. If a process
+    dies, the run continues from it if it is newer than the one on disk. It needs as much memory as a checkpoint, twice
+    while it is written. 0: none. On one machine only."""
+    asynchronous: bool = True
+    """Write checkpoints while the run goes on, from a copy in host memory, see docs/checkpointing.md. false: the run
+    waits until the files are written, and nothing is copied: less host memory."""
+    keep_last: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
+    keep_every: Count = 0
+    """Also keep checkpoints of steps that are multiples of this number. 0: none."""
+    keep_best: Count = 0
+    """Also keep this number of checkpoints with the highest `best_metric`, of those with an evaluation at their step,
+    see `observe.eval_every`."""
+    best_metric: str = "eval/accuracy"
+    """The metric of `keep_best`; higher is better: `eval/pass@8`, `eval/NAME/accuracy`, ..."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """If a checkpoint, or a file of metrics, samples or spans, cannot be written (full disk): `continue`: the run goes
+    on with a warning and tries again at the next one; `stop`: the run ends. The last complete checkpoint is kept. A run
+    whose last checkpoint fails ends with an error."""
+    copy_to: str | None = None
+    """A URL that fsspec can open (`s3://bucket/runs`; needs its driver, such as `s3fs`): each checkpoint is also copied
+    to `URL/NAME/step_N`, in the background. `run.resume=auto` fetches the newest copy if it is newer than what
+    `run.dir` has."""
+    export: bool = False
+    """Also export the policy of each checkpoint as a Hugging Face folder, `runs/NAME/hf/step_N`, in a process of its
+    own. It is deleted with its checkpoint."""
+
+
+class Evaluation(Section):
+    samples: PositiveInt = 1
+    """Responses per held-out prompt. 1: one greedy response. More: sampled ones, the workflow runs once for each of
+    them, and `eval/pass@K` and `eval/mean@N` are logged; `eval/accuracy` is then the mean over all of them."""
+    k: list[PositiveInt] | Auto = "auto"
+    """The K of `eval/pass@K`, at most `samples`: the probability that at least one of K responses passes, by the
+    unbiased estimator over all `samples`. `auto`: powers of two up to `samples`, and `samples`."""
+    success: float = 1.0
+    """A response passes if its accuracy (`rewards.accuracy`) is at least this number."""
+    temperature: NonNegative | Auto = "auto"
+    """Sampling temperature if `samples` is above 1; `auto`: as `generation.temperature`."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
+    """Nucleus sampling if `samples` is above 1; `auto`: as `generation.top_p`."""
+    top_k: Count | Auto = "auto"
+    """Sample among the k most likely tokens if `samples` is above 1; `auto`: as `generation.top_k`."""
+
+    @property
+    def sampled(self) -> bool:
+        return self.samples > 1
+
+    @property
+    def ks(self) -> list[int]:
+        if not self.sampled:
+            return []
+        if self.k != "auto":
+            return sorted(set(self.k))
+        return sorted({*(2**i for i in range(self.samples.bit_length())), self.samples})
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Keys of `generation` that have other values in evaluations."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        return {"keep_sampling_mask": False, **{name: value for name, value in given.items() if value != "auto"}}
+
+    def metrics(self, sets: Iterable[str]) -> list[str]:
+        """Names of the metrics that can select a checkpoint. `sets`: names of the evaluation sets."""
+        own = ["accuracy", "reward_mean", *(f"pass@{k}" for k in self.ks)]
+        own += [f"mean@{self.samples}"] if self.sampled else []
+        return [f"eval/{name}" for name in own] + [f"eval/{s}/{name}" for s in sets if s for name in own]
+
+    @model_validator(mode="after")
+    def _enough(self) -> Evaluation:
+        if self.k != "auto" and (too_large := [k for k in self.k if k > self.samples]):
+            raise ValueError(
+                f"k={too_large} exceeds samples={self.samples}: pass@K needs at least K samples per prompt"
+            )
+        return self
+
+
+class Observe(Section):
+    eval_every: Count = 0
+    """Steps between evaluations. 0: only before and after training."""
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
+    """Terminal output; `live`: a live panel; `plain`: one line per step; `auto`: `live` on a terminal, else `plain`."""
+    trackers: list[Tracker] = ["tensorboard"]
+    """Where metrics go beside `metrics.jsonl`: `tensorboard`, `wandb` (Weights & Biases) and `mlflow`. The packages of
+    the last two have to be installed."""
+    trace: bool = True
+    """Write `trace.json` for Perfetto."""
+    samples_per_step: Count = 2
+    """Groups per step whose prompt, answers, rewards and verdicts are logged in `samples/` and shown by `samples.html`;
+    the same number of held-out prompts per evaluation. 0: none. A long run logs every n-th step, about 2,000 groups in
+    total."""
+    logs: bool = True
+    """With Ray, the output of each process goes to `logs/ROLE.log` in the run directory, at most 20 MB per file; above
+    this, the middle is removed. false: the output stays in Ray's log folder."""
+    min_free_disk_mb: Count = 200
+    """Minimum free disk space in the run directory to start a run."""
 
 
 class Fault(Section):

@@ -27,9 +27,6 @@ class Curriculum(Section):
     lowest."""
     pass_reward: float = 0.5
     """A response passes if its reward is at least this."""
-    newest: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Weight of the newest group in the running pass rate of its prompt; the first one counts in full. 1: only the
-    newest."""
     column: str | None = None
     """Column of `data.train` with a pass rate from 0 to 1 to start with, measured by another model or an earlier
     run."""

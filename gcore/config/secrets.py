@@ -5,7 +5,8 @@
 
 What is a secret: below `args` and `extra`, whose keys are the user's, a value whose key says so; in any text a value of
 a known form (`hf_...`, `Bearer ...`, a JWT, a PEM key), the user and password of a URL, and parameters of a URL whose
-names say so. A name says so by its words, not by parts of them: `api_key`, but not `tokenizer` or `answer_key`.
+names say so; in a configuration also options of commands (`--api-key=...`) and `NAME=value`. A name says so by its
+words, not by parts of them: `api_key`, but not `tokenizer` or `answer_key`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+from gcore.config.leaves import leaves_of
 
 REDACTED = "<redacted>"
 FREE_FORM = ("args", "extra")  # sections without keys of our own
@@ -47,6 +51,7 @@ FORMS = re.compile(
     r"|\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{8,}|(?:AKIA|ASIA)[0-9A-Z]{12,}"
     r"|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,}"
     r"|nvapi-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]{16,}|(?<=/api/webhooks/)\d+/[\w-]{16,}"
     r"|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[A-Za-z0-9+/]{8,}={0,2}",
     re.DOTALL,
 )
@@ -55,7 +60,7 @@ MARKS: tuple[str, ...] = (  # one of them is in any text of these forms, or in a
     *("Bearer ", "Basic ", "://"),
 )
 USER = re.compile(r"(?<=://)(?:[^\s/?#@:]*:([^\s/?#@]*)|[^\s/?#@:]{16,})(?=@)")
-PARAMETER = re.compile(r"(?<=[?&;])([\w.-]+)=([^\s&;#\"'<>\\]+)")
+PARAMETER = re.compile(r"(?<![\w.-])([\w.-]+)=([^\s&;#\"'<>\\]+)")
 IN_URLS = ("key", "code")  # parameters that are secrets only there
 To = Callable[[str], str]
 
@@ -77,8 +82,9 @@ def learn(tree: Any) -> None:
         return REDACTED
 
     _mapped(tree, remember)
-    for name in _named(tree, "token_env"):
-        remember(os.environ.get(name, ""))
+    for path, value in leaves_of(tree):
+        if path.rpartition(".")[2] == "token_env" and isinstance(value, str):
+            remember(os.environ.get(value, ""))
 
 
 def hide(text: str) -> str:
@@ -92,20 +98,9 @@ def mask(data: bytes) -> bytes:
     return _without(data.decode("latin-1"), lambda secret: "*" * len(secret), known).encode("latin-1")
 
 
-def places(tree: Any, path: str = "") -> Iterator[str]:
-    """The keys whose values a run has not saved: "rewards.functions.0.args.api_key"."""
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else None
-    if items is None and isinstance(tree, str) and REDACTED in tree:
-        yield path
-    for name, value in items or ():
-        yield from places(value, f"{path}.{name}" if path else str(name))
-
-
-def _named(tree: Any, key: str) -> Iterator[str]:
-    if isinstance(tree, Mapping) and isinstance(tree.get(key), str):
-        yield tree[key]
-    for value in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ():
-        yield from _named(value, key)
+def places(tree: Any) -> list[str]:
+    """The keys whose values a run has not saved: ["rewards.functions.0.args.api_key"]."""
+    return [path for path, value in leaves_of(tree) if isinstance(value, str) and REDACTED in value]
 
 
 def _mapped(value: Any, to: To, is_free: bool = False, is_secret: bool = False) -> Any:
@@ -116,7 +111,8 @@ def _mapped(value: Any, to: To, is_free: bool = False, is_secret: bool = False) 
             for k, v in value.items()
         }
     if isinstance(value, list):
-        return [_mapped(v, to, is_free, is_secret) for v in value]
+        before = [None, *value]  # ["--token", "..."]
+        return [_mapped(v, to, is_free, is_secret or _is_option(b, v)) for b, v in zip(before, value, strict=False)]
     if is_secret and value is not None and not isinstance(value, bool):
         return to(str(value))
     return _without(value, to) if isinstance(value, str) else value
@@ -143,12 +139,23 @@ def _without(text: str, to: To, known: list[str] | None = None) -> str:
     for secret in known or ():
         text = text.replace(secret, to(secret))
     if any(mark in text for mark in MARKS):
-        text = FORMS.sub(lambda found: to(found[0]), text)
-        text = USER.sub(lambda found: (to(found[1] or ""), to(found[0]))[1], text)
-    if "=" in text and ("?" in text or "&" in text):
-        text = PARAMETER.sub(lambda found: f"{found[1]}={to(found[2])}" if _in_url(found[1]) else found[0], text)
+        text = FORMS.sub(lambda match: to(match[0]), text)
+        text = USER.sub(lambda match: (to(match[1] or ""), to(match[0]))[1], text)
+    if "=" in text and (known is None or "?" in text or "&" in text):
+        is_secret = partial(_is_parameter, in_config=known is None)
+        text = PARAMETER.sub(lambda match: f"{match[1]}={to(match[2])}" if is_secret(match) else match[0], text)
     return text
 
 
-def _in_url(name: str) -> bool:
-    return name.lower() in IN_URLS or _says_so(name, "")
+def _is_parameter(match: re.Match[str], in_config: bool) -> bool:
+    """`in_config`: elsewhere, such as in a program of a sample, `token=x` is an argument of a function."""
+    name, value = match[1], match[2]
+    if match.start() and match.string[match.start() - 1] in "?&;":
+        return name.lower() in IN_URLS or _says_so(name, "")
+    return in_config and not value.isdecimal() and _says_so(name, value)
+
+
+def _is_option(before: Any, value: Any) -> bool:
+    if not (isinstance(before, str) and before.startswith("-") and isinstance(value, str)):
+        return False
+    return not value.isdecimal() and _says_so(before, value)

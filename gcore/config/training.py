@@ -1,4 +1,4 @@
-"""Section `training`: the trainer and its optimizer."""
+"""Sections `training` (the trainer and its optimizer) and `critic` (the value network of PPO)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from gcore.config.base import Auto, Count, Fraction, NonNegative, PositiveInt, Section
+from gcore.config.base import Auto, Count, Fraction, NonNegative, PositiveInt, Section, StoredModel
 
 
 class EmulatedTraining(Section):
     seconds_per_token: NonNegative = 1e-5
     """Seconds of one rank per token that it trains on, prompts included."""
-    speed: Annotated[float, Field(gt=0)] = 1.0
-    """Emulated seconds per real second; must be equal for everything emulated in a run."""
 
 
 class WarmStart(Section):
@@ -32,7 +30,7 @@ class Training(Section):
     emulated: EmulatedTraining | None = None
     """`emulated`: speed of the trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: a GPU if there is one."""
+    """Device of the trainer, of the engines, judges and scalar reward models. `auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of forward and backward; weights and optimizer stay in float32. `auto`: as in `generation.dtype`."""
     lr: NonNegative = 1e-6
@@ -95,3 +93,20 @@ class Training(Section):
         if self.context_parallel & (self.context_parallel - 1):
             raise ValueError(f"context_parallel={self.context_parallel}; expected a power of two")
         return self
+
+
+class Critic(Section):
+    model: StoredModel | None = None
+    """Where the value network of `adv_estimator: gae` starts: a reward model (`objective: reward_model`) or a language
+    model, with the tokenizer of the policy. A language model gets a value head of zeros. If the policy takes images, of
+    the same family. Default: the policy at the start of reinforcement learning; with `model.lora`, the weights in its
+    folder."""
+    lr: NonNegative = 1e-5
+    """Peak learning rate; the schedule is that of `training`."""
+    warmup_steps: Count = 0
+    """Training steps at the start in which only the critic trains."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """Clip the change of a value in a training step: the loss is the larger one of the plain and the clipped value.
+    `null`: off."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this global norm."""

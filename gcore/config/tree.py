@@ -2,33 +2,30 @@
 
 Imports neither torch nor ray, so that `gcore train --dry-run`, editors and tests load it fast. Unknown keys are errors.
 Each fact is configured once: derived values are properties, or are resolved by `launch/plan.py`.
-Each section is the file of its name; what sections contradict in each other is in contradictions.py.
+The imports below say which file has a section; what sections contradict in each other is in contradictions.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from gcore.config.algorithm import Algorithm
-from gcore.config.base import Auto, PolicyModel, PositiveInt, Section, Serving
-from gcore.config.checkpoint import Checkpoint
+from gcore.config.base import Auto, PolicyModel, PositiveInt, Section
 from gcore.config.contradictions import check
-from gcore.config.critic import Critic
 from gcore.config.data import Data
-from gcore.config.denoising import with_length
-from gcore.config.evaluation import Evaluation
+from gcore.config.denoising import implied_by_denoising
 from gcore.config.generation import Generation
 from gcore.config.objects import FunctionPath
-from gcore.config.observe import Observe
 from gcore.config.placement import Placement
-from gcore.config.preference import OBJECTIVES, Needs, Objective, Preference, with_pair_filter
-from gcore.config.presets import with_preset
-from gcore.config.rewards import Rewards, ScalarReward
-from gcore.config.run import Faults, Run
+from gcore.config.preference import OBJECTIVES, Needs, Objective, Preference, implied_by_pairs
+from gcore.config.presets import implied_by_preset
+from gcore.config.rewards import Rewards
+from gcore.config.run import Checkpoint, Evaluation, Faults, Observe, Run
 from gcore.config.sampling import Sampling
-from gcore.config.training import Training
+from gcore.config.training import Critic, Training
 
 
 class Config(Section):
@@ -99,9 +96,9 @@ class Config(Section):
         """Tokens of a prompt with its response."""
         return self.data.max_prompt_length + self.generation.max_response_length
 
-    def device_of(self, role: Serving | ScalarReward) -> str:
-        """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
-        return role.device if role.device != "auto" else self.training.device
+    def changed(self, section: str, **values: Any) -> Config:
+        """With these values in a section."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     @property
     def has_reference(self) -> bool:
@@ -125,13 +122,24 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, tree: Any) -> Any:
+    def _implied(cls, tree: Any) -> Any:
+        """The keys that a recipe does not set, and that others of its keys imply."""
         if not isinstance(tree, dict):
             return tree
-        tree = with_length(with_pair_filter(tree))
-        return with_preset(tree, Generation.model_fields["max_response_length"].default)
+        tree = _filled(tree, implied_by_pairs(tree))
+        tree = _filled(tree, implied_by_denoising(tree))
+        return _filled(tree, implied_by_preset(tree, Generation.model_fields["max_response_length"].default))
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         check(self)
         return self
+
+
+def _filled(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with the values of keys that it does not set. The validation reports sections of a wrong type."""
+    filled = {**values, **tree}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and isinstance(filled[name], Mapping):
+            filled[name] = _filled(filled[name], value)
+    return filled

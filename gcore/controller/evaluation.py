@@ -16,7 +16,7 @@ from fractions import Fraction
 from math import comb
 from typing import TYPE_CHECKING, Any
 
-from gcore.config.evaluation import Evaluation
+from gcore.config.run import Evaluation
 from gcore.controller.prompt_ledger import Collected
 from gcore.controller.record import exact_sum
 from gcore.controller.run_prompts import reason_of, run_workflow

@@ -142,14 +142,12 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "samples": len(scored),
         "groups": len(collected.groups),
         "reward": exact_sum(rewards),
-        "rewards": np.asarray(rewards),  # for the histograms: 12 bytes per sample
+        "rewards": np.asarray(rewards),  # for the spread and the histograms: 12 bytes per sample
         "lengths": np.asarray(lengths, np.int32),
-        "reward_squares": exact_sum(r * r for r in rewards),
         "no_spread": sum(len({s.reward for s in group}) == 1 for group in collected.groups),
         "tokens": sum(lengths),
         "tokens_eligible": collected.tokens_passed + aborted[0],
         "samples_eligible": collected.samples_passed + aborted[1],
-        "prompt_tokens": sum(s.rollout.prompt.content.size for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),
         "reward_drawn": exact_sum(collected.rewards),
@@ -160,7 +158,6 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "age": sum(int((version - s.rollout.versions_S).sum()) for s in scored),
         "max_age": max((version - s.rollout.version for s in scored), default=0),
         "parts": {name: (exact_sum(values), len(values)) for name, values in parts.items()},
-        "stage_s": collected.stage_s,
         "peak_rss_mb": peak_rss_mb(),
     }
 
@@ -180,10 +177,11 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
 
     samples = max(total("samples"), 1.0)
     mean = total("reward") / samples
+    rewards = np.sort(np.concatenate([part["rewards"] for part in gathered]))  # the same for any number of controllers
     row: dict[str, Any] = {
         "reward/mean": mean if total("samples") else None,
         "reward/mean_drawn": total("reward_drawn") / max(total("samples_drawn"), 1.0),
-        "reward/std": float(np.sqrt(max(total("reward_squares") / samples - mean**2, 0.0))),
+        "reward/std": float(rewards.std()) if len(rewards) else 0.0,
         "reward/zero_spread_frac": total("no_spread") / max(total("groups"), 1.0),
         "reward/errors": _sum_counts(gathered, "dropped").get(REWARD_ERROR, 0),
         **{f"reward/{name}": count for name, count in sorted(_sum_counts(gathered, "counts").items())},

@@ -17,8 +17,7 @@ from gcore.controller.evaluation import Evaluator
 from gcore.controller.record import Recorder, values_of
 from gcore.controller.services import Services
 from gcore.observe.metrics import MetricsWriter, rewind
-from gcore.observe.placement_log import rewind_placement
-from gcore.observe.samples import SampleLog, rewind_samples
+from gcore.observe.samples import SampleLog
 from gcore.prompts.curriculum import make_curriculum
 from gcore.prompts.source import PromptSource, Templater, add_digests, check_bad_rows, measure, rows_of
 from gcore.types import Sample, UserError
@@ -186,24 +185,17 @@ async def _resume(services: Services) -> RunPosition:
             again = ", with the warm start" if config.training.warm_start else ""
             services.status.note(f"{folder}: no complete checkpoint; starting from the beginning{again}")
         if services.controllers.rank == 0:  # after a rollback, files have rows of the lost steps
-            _rewind_files(folder, START)
+            rewind(folder, START.step, START.warmed)
         return START
     services.status.show(f"resuming from {checkpoint.name}")
     position = await checkpointer.restore(checkpoint)
     if position.warmed is None:
         await _send_first_weights(services, version=position.step)
     if services.controllers.rank == 0:
-        _rewind_files(folder, position)
+        rewind(folder, position.step, position.warmed)
         checkpointer.set_aside_later(position)
     services.status.note(f"resumed from {checkpoint} at {position}")
     return position
-
-
-def _rewind_files(folder: Path, position: RunPosition) -> None:
-    """Drop what was written about later steps: the run makes these steps again."""
-    rewind(folder, position.step, position.warmed)
-    rewind_samples(folder, position.step, position.warmed)
-    rewind_placement(folder, position.step, position.warmed)
 
 
 async def _send_first_weights(services: Services, version: int) -> None:

@@ -31,8 +31,7 @@ def open_on_step(config: Config) -> tuple[Config, OnStep | None]:
     path = config.run.on_step
     if path is None:
         return config, None
-    run = config.run.model_copy(update={"on_step": str.__str__(path)})
-    return config.model_copy(update={"run": run}), load_on_step(path)
+    return config.changed("run", on_step=str.__str__(path)), load_on_step(path)
 
 
 async def call_after_steps(controllers: Sequence[ControllerClient], on_step: OnStep) -> None:

@@ -5,23 +5,25 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from gcore import __version__
 from gcore.checkpoint import memory, store
 from gcore.checkpoint.remote import Remote
-from gcore.config import Config, dump_config
-from gcore.config.load import parse_yaml
+from gcore.config.load import dump_config, parse_yaml
 from gcore.config.resume import changes, refusal
 from gcore.config.secrets import hide
+from gcore.config.tree import Config
 from gcore.driver.heal import RestartBudget
+from gcore.driver.run_lock import writing
 from gcore.launch.preflight import DatasetCheck
 from gcore.types import UserError
 
 WRITTEN = (  # by a run, beside checkpoints
     *("config.yaml", "metrics.jsonl", "events.jsonl", "placement.jsonl", "trackers.json"),
-    *("trace.json", "report.html", "samples.html", "reward.png", "reward.tmp.png"),
-    *("trace", "logs", "samples", "tensorboard", "bad_batches", "latents", "media", "hf", "eval", "saving"),
+    *("trace.json", "report.html", "samples.html", "reward.png", "tensorboard", "tensorboard/warm_start"),
+    *("trace", "logs", "samples", "bad_batches", "latents", "media", "hf", "eval", "saving"),
 )
 
 
@@ -39,7 +41,8 @@ def open_folder(config: Config) -> Path:
     if is_new and os.path.lexists(folder):
         memory.close_memory(folder)
         say(config, f"{folder} existed; it was renamed to {set_aside(folder)}")
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)
     if config.checkpoint.memory_every:
         memory.open_memory(folder)
@@ -47,7 +50,8 @@ def open_folder(config: Config) -> Path:
         say(config, f"looking for checkpoints at {hide(url)}")
         if (fetched := Remote(url, config.run.name).fetch(folder)) is not None:
             say(config, f"fetched {fetched.name} from {hide(url)}")
-    write_private(folder / "config.yaml", dump_config(config))
+    with writing(folder):
+        write_private(folder / "config.yaml", dump_config(config))
     return folder
 
 
@@ -56,14 +60,15 @@ def open_evaluation_folder(config: Config) -> Config:
     of other checkpoints. Without a run, or in the folder of another user, there is no log."""
     run = config.run
     can_write = run.folder.is_dir() and os.access(run.folder, os.W_OK)
-    changes = {"trace": False, "logs": config.observe.logs and can_write}
-    config = config.model_copy(update={"observe": config.observe.model_copy(update=changes)})
+    config = config.changed("observe", trace=False, logs=config.observe.logs and can_write)
     if not can_write:
         return config
     name = "start" if run.resume in ("auto", "never") else Path(run.resume).name
-    config = config.model_copy(update={"run": run.model_copy(update={"dir": str(run.folder / "eval"), "name": name})})
-    config.run.folder.mkdir(parents=True, exist_ok=True)
-    write_private(config.run.folder / "config.yaml", dump_config(config))
+    refuse_links(run.folder, ["eval"])
+    config = config.changed("run", dir=str(run.folder / "eval"), name=name)
+    with writing(config.run.folder):
+        config.run.folder.mkdir(parents=True, exist_ok=True)
+        write_private(config.run.folder / "config.yaml", dump_config(config))
     return config
 
 
@@ -78,12 +83,13 @@ def set_aside(folder: Path) -> Path:
         raise UserError(f"run.dir: cannot rename {folder} to {aside}: {error.strerror or error}") from None
 
 
-def refuse_links(folder: Path) -> None:
+def refuse_links(folder: Path, written: Sequence[str] = WRITTEN) -> None:
     """UserError if a file or folder that a run writes is a symbolic link: to append, to cut back or to delete would
-    change what it points to."""
-    for name in (name for written in WRITTEN for name in (written, f"{written}.tmp")):
+    change what it points to. Of TensorBoard each run makes new files, so that others may be linked there."""
+    for name in written:
         path = folder / name
-        inside = path.rglob("*") if name != "tensorboard" and path.is_dir() and not path.is_symlink() else ()
+        walked = not name.startswith("tensorboard") and path.is_dir() and not path.is_symlink()
+        inside = path.rglob("*") if walked else ()
         for link in (one for one in (path, *inside) if one.is_symlink()):
             raise UserError(
                 f"{link}: got a symbolic link to {os.readlink(link)}; expected a file or folder of this run, which "
@@ -139,7 +145,7 @@ class Restarts:
         """The configuration of a restart. Without a checkpoint of its own, the run starts as it did."""
         if all(_identity(saved) in self._others for saved in memory.complete(config.run.folder)):
             return config
-        return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+        return config.changed("run", resume="auto")
 
 
 def _identity(checkpoint: Path) -> tuple[Path, int]:

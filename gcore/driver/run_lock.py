@@ -89,6 +89,15 @@ def owner(folder: Path) -> Owner | None:
     return None if last is None or last.is_dead else last
 
 
+@contextlib.contextmanager
+def writing(folder: Path, key: str = "") -> Iterator[None]:
+    """UserError instead of OSError: no right to write there, or the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{key}{folder}: cannot write to it: {error.strerror or error}") from None
+
+
 def _places(folder: Path) -> list[Path]:
     """For each name of the folder, if it is a symbolic link to another one."""
     names = [
@@ -100,20 +109,19 @@ def _places(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _hold(path: Path, folder: Path, say: Say) -> Iterator[int]:
-    try:
+    with writing(path.parent, "run.dir="):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, locked = _wait(path, folder)
-    except OSError as error:
-        raise UserError(f"run.dir={path.parent}: cannot write to it: {error.strerror or error}") from None
     ended = threading.Event()
     beat = threading.Thread(target=_beat, args=(descriptor, ended), name="run lock", daemon=True)
     me = Owner(socket.gethostname(), os.getpid(), time.time(), _boot(), _started(), secrets.token_hex(4))
     try:
         if (last := _read(path)) is not None:
             _check_gone(path, folder, last, locked, say)
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
-        os.fsync(descriptor)
+        with writing(path.parent, "run.dir="):
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
+            os.fsync(descriptor)
         if not locked:
             time.sleep(SETTLE_S)  # of two that start together, the later one has it
             if (now := _read(path)) != me:

@@ -21,8 +21,8 @@ from typing import Any
 
 from gcore.checkpoint import memory, store
 from gcore.clients import ControllerClient
-from gcore.config import Config
 from gcore.config.secrets import hide, learn
+from gcore.config.tree import Config
 from gcore.driver.heal import (
     NodesChanged,
     RestartBudget,

@@ -7,8 +7,8 @@ stops during a prefill; all running requests make one token per step, and a step
 prompt that was prefilled before with the same weights is cached (siblings, repeated verdicts). There is no work between
 events.
 
-Time is that of the event loop. In an ordinary loop, `speedup` emulated seconds pass per second. In the
-VirtualLoop of bench/virtual_loop.py there is no waiting: time jumps to the next event.
+Time is that of the event loop. In the VirtualLoop of bench/virtual_loop.py there is no waiting: time jumps to the next
+event.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from gcore.config.engines import engines_taking
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.device import RUNNING, Device, DeviceJob
@@ -110,13 +111,10 @@ class EmulatedEngine:
         max_length: int | None = None,  # of prompt + response
         lengths: Lengths = LENGTHS,
         tokens: range = range(4, 1000),
-        speedup: float = 1.0,
     ) -> None:
-        if speed.step_s(1) <= 0 or speedup <= 0:
-            raise ValueError(
-                f"{speed}, speedup {speedup}: expected a decoding step of more than 0 s, and a speedup above 0"
-            )
-        self.speed, self.max_length, self.speedup = speed, max_length, speedup
+        if speed.step_s(1) <= 0:
+            raise ValueError(f"{speed}: expected a decoding step of more than 0 s")
+        self.speed, self.max_length = speed, max_length
         self.version = 0
         self._lengths, self._tokens = lengths, tokens
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -218,7 +216,7 @@ class EmulatedEngine:
         if loop is not self._loop:
             self._loop, self._timer, self._at = loop, None, loop.time()
         now = loop.time()
-        passed_s = (now - self._at) * self.speedup
+        passed_s = now - self._at
         self._at = now
         if self._is_stopped:
             self._loading_s += passed_s if self._num_loads or self._incomplete else 0.0
@@ -230,7 +228,7 @@ class EmulatedEngine:
         if until > device.at:
             self._complete(device.advance(until))
         else:  # the last event was a little after `until`, within the tolerance
-            self._at += (device.at - until) / self.speedup
+            self._at += device.at - until
         return loop
 
     def _advance(self, due: float) -> None:
@@ -247,10 +245,10 @@ class EmulatedEngine:
             self._end(job.tag, job.tokens, "length" if is_cut else "stop", job.began)
         self._reset_if_idle()
 
-    async def _pass(self, emulated_s: float) -> None:
+    async def _pass(self, seconds: float) -> None:
         try:
-            if emulated_s:
-                await asyncio.sleep(emulated_s / self.speedup)
+            if seconds:
+                await asyncio.sleep(seconds)
         finally:
             self._catch_up()
 
@@ -272,7 +270,7 @@ class EmulatedEngine:
         due = self._device.next_s()
         if due == math.inf:
             return
-        when = self._at + (due - self._device.at) / self.speedup
+        when = self._at + due - self._device.at
         if self._timer is not None:
             if self._timer_at <= when:
                 return
@@ -351,7 +349,6 @@ def make_engine(spec: EngineSpec) -> EmulatedEngine:
         max_length=spec.max_length,
         lengths=lengths if serving.seeds else unseeded(lengths),
         tokens=range(4, 4 + len(model.build.alphabet)) if model.build else range(4, 1000),  # after the special tokens
-        speedup=device.speed,
     )
 
 
@@ -364,7 +361,7 @@ def _check(request: Request, max_length: int | None) -> None:
     if content.media:
         raise UserError(
             f"an engine request has {len(content.media)} images, expected none: the emulated engine serves only text "
-            "(key: generation.engine=vllm)"
+            f"(key: generation.engine={engines_taking('image')})"
         )
     total = content.size + request.params.max_tokens
     if max_length is not None and total > max_length:

@@ -31,13 +31,10 @@ ZERO_METRICS = (  # those of training/objective.py that readers of metrics.jsonl
 class EmulatedTrainer:
     """Implements protocols.Trainer, without torch. EmulatedTrainer(seconds_per_token=1e-4, hidden_size=4096)"""
 
-    def __init__(
-        self, seconds_per_token: float, *, hidden_size: int = 128, lr: float = 0.0, rank: int = 0, speed: float = 1.0
-    ) -> None:
-        self.seconds_per_token, self.hidden_size, self.lr = seconds_per_token, hidden_size, lr
-        self.rank, self.speed = rank, speed
+    def __init__(self, seconds_per_token: float, *, hidden_size: int = 128, lr: float = 0.0, rank: int = 0) -> None:
+        self.seconds_per_token, self.hidden_size, self.lr, self.rank = seconds_per_token, hidden_size, lr, rank
         self.updates = 0
-        self.busy_s = 0.0  # emulated
+        self.busy_s = 0.0
         self._samples: dict[Key, Sample] = {}
         self._staged = b""  # the content of a checkpoint
 
@@ -119,7 +116,7 @@ class EmulatedTrainer:
     async def _work(self, samples: Sequence[Sample], share: float) -> None:
         seconds = share * self.seconds_per_token * _tokens(samples)
         self.busy_s += seconds
-        await asyncio.sleep(seconds / self.speed)
+        await asyncio.sleep(seconds)
 
 
 def trainer_of(config: Config, section: EmulatedTraining, rank: int) -> EmulatedTrainer:
@@ -128,9 +125,7 @@ def trainer_of(config: Config, section: EmulatedTraining, rank: int) -> Emulated
         width = model.build.hidden_size
     else:
         width = json.loads((model_folder(model) / "config.json").read_text()).get("hidden_size", 4096)
-    return EmulatedTrainer(
-        section.seconds_per_token, hidden_size=width, lr=config.training.lr, rank=rank, speed=section.speed
-    )
+    return EmulatedTrainer(section.seconds_per_token, hidden_size=width, lr=config.training.lr, rank=rank)
 
 
 def _tokens(samples: Sequence[Sample]) -> int:

@@ -134,10 +134,13 @@ def _join(parts: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 # ---- from logits to tokens ------------------------------------------------------------------------------------------
 
 
-class SamplingRows:
-    """Sampling parameters per row, as arrays: set when a request gets the row, moved when the row moves."""
+class RowTable:
+    """The state of each row, as arrays: set when a request gets the row, moved when the row moves."""
 
     def __init__(self, capacity: int) -> None:
+        self.length = np.zeros(capacity, np.int64)  # tokens in the cache of the engine
+        self.offset = np.zeros(capacity, np.int64)  # position - number of a new token: not 0 after media
+        self.last = np.zeros(capacity, np.int64)  # the token to feed next
         self.temperature = np.ones(capacity, np.float32)
         self.top_p = np.ones(capacity, np.float32)
         self.top_k = np.zeros(capacity, np.int64)
@@ -152,11 +155,11 @@ class SamplingRows:
         self.noise_key[row], self.position[row] = request.noise_key, request.position
 
     def move(self, source: int, target: int) -> None:
-        for array in (self.temperature, self.top_p, self.top_k, self.keep_mask, self.noise_key, self.position):
+        for array in vars(self).values():
             array[target] = array[source]
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, dict[int, Ints]]:
+def sample(logits: Tensor, rows: RowTable) -> tuple[np.ndarray, np.ndarray, dict[int, Ints]]:
     """Per row of `logits`: the next token and its logprob. Also the candidates by row. Temperature 0 is greedy.
 
     Increments the positions. Candidates are the tokens that top-k and top-p left to choose from. They are returned for
@@ -187,7 +190,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, 
     return tokens.cpu().numpy(), logprobs.cpu().numpy(), candidates
 
 
-def _truncate(probs_BV: Tensor, rows: SamplingRows) -> Tensor:
+def _truncate(probs_BV: Tensor, rows: RowTable) -> Tensor:
     """Set excluded tokens to 0: first top-k, then top-p of what top-k left. The most likely token always stays."""
     n, vocabulary = probs_BV.shape
     sorted_BV, order = probs_BV.sort(dim=-1, descending=True, stable=True)

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +32,7 @@ from gcore.content.media import ArrayRef
 from gcore.diffusion.denoiser import Condition, Denoiser, stacked, tensors_of
 from gcore.diffusion.noise import EVALUATION, START, normals
 from gcore.diffusion.samplers import schedule_of
-from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
+from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.sleep import GIB, SleepState
 from gcore.models.networks import Adapters
 from gcore.observe.trace import Tracer
@@ -136,11 +134,7 @@ class DiffusionEngine(SteppedEngine):
         super().__init__(backend, tracer, min_step_s, DenoiseJob)
 
 
-class DiffusionBackend:
-    """Implements DecodeBackend."""
-
-    compute_lock: AbstractContextManager[Any] = nullcontext()
-
+class DiffusionBackend(DecodeBackend):
     def __init__(
         self,
         denoiser: Denoiser,
@@ -152,7 +146,7 @@ class DiffusionBackend:
         adapters: Adapters | None,
     ) -> None:
         self._denoiser, self._spec, self._schedule = denoiser, spec, schedule_of(spec)
-        self._folder, self._max_rows, self._keep, self._threads = folder, max_concurrent, keep, threads
+        self._folder, self.max_concurrent, self._keep, self._threads = folder, max_concurrent, keep, threads
         self.jobs: list[DenoiseJob] = []
         self._parameters = {name: p for name, p in denoiser.named_parameters() if name.startswith("transformer.")}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
@@ -173,12 +167,9 @@ class DiffusionBackend:
     # ---- weights and memory ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int, last: bool) -> None:
         for name, tensor in tensors.items():
             self._parameters[name].copy_(tensor)
-
-    def finish_load(self) -> Collection[Job]:
-        return ()
 
     def free(self, level: int) -> float:
         """Level 1 keeps the weights in host memory, level 2 drops them. Text encoders and VAE stay in host memory: the
@@ -216,9 +207,6 @@ class DiffusionBackend:
             )
         if latents.demonstration is not None:
             raise UserError("an engine request has a demonstration; expected a prompt")
-
-    def room(self, waiting: int) -> int:
-        return min(self._max_rows - len(self.jobs), waiting)
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
@@ -293,9 +281,6 @@ class DiffusionBackend:
 
     def score(self, requests: Sequence[Request]) -> list[Floats]:
         raise UserError("a diffusion engine does not score given steps; expected a language model as the teacher")
-
-    def flush_steps(self) -> Iterable[Step]:
-        return ()
 
     def remove(self, jobs: Collection[Job]) -> None:
         removed = set(jobs)

@@ -19,7 +19,6 @@ on GPUs, the last bits depend on the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,8 +29,8 @@ from transformers import PreTrainedModel
 from gcore.content.families import FAMILIES
 from gcore.content.tokens import compact_experts, tokens_of
 from gcore.generation.cache import RowCache
-from gcore.generation.decoding import FusedDecoder, SamplingRows, sample
-from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
+from gcore.generation.decoding import FusedDecoder, RowTable, sample
+from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState
@@ -63,11 +62,9 @@ def make_engine(spec: EngineSpec) -> SteppedEngine:
     return SteppedEngine(backend, spec.open_tracer(), spec.serving.min_step_s)
 
 
-class EmbeddedBackend:
-    """Implements DecodeBackend. `fused=False`: decode with the forward pass of transformers, as for models outside
-    the families of decoder.py."""
-
-    compute_lock: AbstractContextManager[Any] = nullcontext()
+class EmbeddedBackend(DecodeBackend):
+    """`fused=False`: decode with the forward pass of transformers, as for models outside the families of
+    decoding.py."""
 
     def __init__(
         self,
@@ -80,14 +77,11 @@ class EmbeddedBackend:
     ) -> None:
         self._model, self._threads, self._device = model, threads, model.device
         self._traits = traits_of(model.config)
-        self._max_rows, self._max_length = max_concurrent, max_length
+        self.max_concurrent, self._max_length = max_concurrent, max_length
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self._cache = RowCache(self._num_layers)
         self.jobs: list[Job] = []  # jobs[i] has row i of the cache
-        self._lengths = np.zeros(_round_up(max_concurrent, ROW_BLOCK), np.int64)  # tokens already in the cache, by row
-        self._offsets = np.zeros_like(self._lengths)  # position - number of a new token: not 0 after media, by row
-        self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
-        self._rows = SamplingRows(len(self._lengths))
+        self._rows = RowTable(_round_up(max_concurrent, ROW_BLOCK))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
         self._parameters = dict(model.named_parameters())
         self._routers = routers_of(model)
@@ -109,7 +103,7 @@ class EmbeddedBackend:
     # ---- weights and memory ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int, last: bool) -> None:
         for name, tensor in tensors.items():
             self._parameters[name].copy_(tensor)
 
@@ -119,14 +113,12 @@ class EmbeddedBackend:
         return ()
 
     def free(self, level: int) -> float:
+        """The cache grows again with the first request."""
         freed = self._cache.nbytes
         self._cache = RowCache(self._num_layers)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes
         return freed / GIB
-
-    def allocate(self, tags: Sequence[str]) -> float:
-        return 0.0  # the cache grows again with the first request
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -134,22 +126,19 @@ class EmbeddedBackend:
         row = FAMILIES.get(self._model.config.model_type)
         check_request(request, self._max_length, self._vocabulary, row.kinds if row else (), scores=True)
 
-    def room(self, waiting: int) -> int:
-        return min(self._max_rows - len(self.jobs), waiting)
-
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
         """Siblings with the same prompt share one prefill."""
         first = len(self.jobs)
         need = max(job.content.size + job.request.params.max_tokens for job in jobs)
-        rows = min(_round_up(first + len(jobs), 64), len(self._lengths))
+        rows = min(_round_up(first + len(jobs), 64), len(self._rows.length))
         self._cache.reserve(rows, _round_up(need, KEY_BLOCK))
         prompts: dict[bytes, list[int]] = {}
         for i, job in enumerate(jobs, start=first):
             tokens_T = job.content.tokens_T
-            self._lengths[i], self._last[i] = len(tokens_T) - 1, tokens_T[-1]
+            self._rows.length[i], self._rows.last[i] = len(tokens_T) - 1, tokens_T[-1]
+            self._rows.offset[i] = self._media.offset(job.content) if self._media and job.content.media else 0
             self._rows.put(i, job.request)
-            self._offsets[i] = self._media.offset(job.content) if self._media and job.content.media else 0
             if len(tokens_T) > 1:
                 prompts.setdefault(job.content.prefix_key(), []).append(i)
         self.jobs.extend(jobs)
@@ -162,23 +151,19 @@ class EmbeddedBackend:
 
         A long prompt is alone, and computed in chunks: in memory that grows with its length and not with the square of
         it. The length of a prompt alone decides that, so the result is the same in any batch."""
-        groups = sorted(groups, key=lambda rows: self._lengths[rows[0]])
+        groups = sorted(groups, key=lambda rows: self._rows.length[rows[0]])
         start = 0
         while start < len(groups):
             stop = start + 1
-            while stop < len(groups) and (stop + 1 - start) * self._lengths[groups[stop][0]] <= PREFILL_TOKENS:
+            while stop < len(groups) and (stop + 1 - start) * self._rows.length[groups[stop][0]] <= PREFILL_TOKENS:
                 stop += 1
             part, start = groups[start:stop], stop
-            width = _round_up(int(max(self._lengths[rows[0]] for rows in part)), KEY_BLOCK)
-            tokens = np.zeros((len(part), width), np.int64)
-            for i, rows in enumerate(part):
-                length = self._lengths[rows[0]]
-                tokens[i, :length] = self.jobs[rows[0]].content.tokens_T[:-1]
+            width = _round_up(int(max(self._rows.length[rows[0]] for rows in part)), KEY_BLOCK)
+            contents = [self.jobs[rows[0]].content for rows in part]
+            tokens_BW = self._padded([content.tokens_T[:-1] for content in contents], len(part), width)
             inputs, feature_positions, blocks = dict[str, Any](), None, None
             if self._media is not None:
-                contents = [self.jobs[rows[0]].content for rows in part]
-                of_media = self._media.inputs(torch.from_numpy(tokens).to(self._device), contents)
-                inputs, feature_positions, blocks = of_media
+                inputs, feature_positions, blocks = self._media.inputs(tokens_BW, contents)
             chunk = PREFILL_CHUNK if width > PREFILL_TOKENS and self._media is None else width
             for first in range(0, width, chunk):
                 last = min(first + chunk, width)
@@ -188,13 +173,15 @@ class EmbeddedBackend:
                 masks = self._traits.masks(seen, position[:, None], self._model.dtype, blocks)
                 masks = {kind: mask.expand(len(part), 1, last - first, last) for kind, mask in masks.items()}
                 self._cache.begin_prefill(torch.tensor([rows[0] for rows in part], device=self._device), last, first)
-                passed = partial(self._forward, torch.from_numpy(tokens[:, first:last]), positions, masks, inputs)
+                if self._media is None:
+                    inputs = {"input_ids": tokens_BW[:, first:last]}
+                passed = partial(self._hidden, inputs, positions, masks)
                 _, experts = self._watched(passed, [row for rows in part for row in rows])
                 if experts is not None:
                     self._keep_prefill(part, experts.reshape(len(part), last - first, *experts.shape[1:]), first)
             for rows in part:
                 if len(rows) > 1:
-                    self._cache.copy_row(rows[0], rows[1:], int(self._lengths[rows[0]]))
+                    self._cache.copy_row(rows[0], rows[1:], int(self._rows.length[rows[0]]))
 
     def _watched(
         self, compute: Callable[[], torch.Tensor], rows: Iterable[int]
@@ -212,51 +199,54 @@ class EmbeddedBackend:
             for job in (self.jobs[row] for row in rows):
                 if job.request.params.keep_experts:
                     known = 0 if job.content.experts is None else len(job.content.experts)
-                    length = int(self._lengths[rows[0]])
+                    length = int(self._rows.length[rows[0]])
                     job.experts.append(experts[group, max(known - start, 0) : max(length - start, 0)])
 
-    def _forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        masks: dict[str, torch.Tensor],
-        inputs: dict[str, Any] | None = None,
+    def _padded(self, rows: Sequence[np.ndarray], num_rows: int, width: int) -> torch.Tensor:
+        tokens = np.zeros((num_rows, width), np.int64)
+        for row, tokens_T in enumerate(rows):
+            tokens[row, : len(tokens_T)] = tokens_T
+        return torch.from_numpy(tokens).to(self._device)
+
+    def _hidden(
+        self, inputs: dict[str, Any], positions: torch.Tensor, masks: dict[str, torch.Tensor], cached: bool = True
     ) -> torch.Tensor:
-        """`inputs`: of the decoder, instead of tokens."""
-        state = {"past_key_values": self._cache, "use_cache": True, "attention_mask": as_argument(masks)}
-        if self._media is not None:  # the joint modules of transformers would search for media
-            inputs = inputs or {"input_ids": tokens.to(self._device)}
-            decoder, head = self._model.get_decoder(), self._model.get_output_embeddings()
-            hidden = decoder(**inputs, position_ids=positions, **state).last_hidden_state
-            return self._traits.scaled(head(hidden[:, -1]))
-        output = self._model(input_ids=tokens.to(self._device), position_ids=positions, logits_to_keep=1, **state)
-        return output.logits[:, -1]
+        """The output of the decoder. Not of the whole model, whose joint modules would search for media."""
+        state = {"past_key_values": self._cache if cached else None, "use_cache": cached}
+        decoder = self._model.get_decoder()
+        output = decoder(**inputs, position_ids=positions, attention_mask=as_argument(masks), **state)
+        return output.last_hidden_state
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        head: Any = self._model.get_output_embeddings()
+        return self._traits.scaled(head(hidden).float())
 
     @torch.inference_mode()
     def step(self) -> Step:
         n = len(self.jobs)
         padded = _round_up(n, ROW_BLOCK)
-        self._lengths[n:padded] = 0
-        read_length = _round_up(int(self._lengths[:n].max()) + 1, KEY_BLOCK)
-        positions_B = torch.from_numpy(self._lengths[:padded].copy()).to(self._device)
-        tokens_B = torch.from_numpy(self._last[:padded].copy()).to(self._device)
+        self._rows.length[n:padded] = 0
+        read_length = _round_up(int(self._rows.length[:n].max()) + 1, KEY_BLOCK)
+        positions_B = torch.from_numpy(self._rows.length[:padded].copy()).to(self._device)
+        tokens_B = torch.from_numpy(self._rows.last[:padded].copy()).to(self._device)
         at_B111 = positions_B[:, None, None, None]
         seen = torch.arange(read_length, device=self._device) <= at_B111
         masks = self._traits.masks(seen, at_B111, self._model.dtype)
         self._cache.begin_step(positions_B, read_length)
         if self._media is not None:
-            self._offsets[n:padded] = 0
-            positions_B = positions_B + torch.from_numpy(self._offsets[:padded].copy()).to(self._device)
+            self._rows.offset[n:padded] = 0
+            positions_B = positions_B + torch.from_numpy(self._rows.offset[:padded].copy()).to(self._device)
         experts = None
         if self._fused is not None:
             masks_by_layer = [masks[kind] for kind in self._traits.kinds]
             logits = self._traits.allowed(self._fused.step(tokens_B, positions_B, masks_by_layer, self._cache))
         else:
-            passed = partial(self._forward, tokens_B[:, None], positions_B[:, None], masks)
-            logits, experts = self._watched(passed, range(n))
+            passed = partial(self._hidden, {"input_ids": tokens_B[:, None]}, positions_B[:, None], masks)
+            hidden, experts = self._watched(passed, range(n))
+            logits = self._logits(hidden[:, -1])
         tokens, logprobs, candidates = sample(logits[:n], self._rows)
-        self._lengths[:n] += 1
-        self._last[:n] = tokens
+        self._rows.length[:n] += 1
+        self._rows.last[:n] = tokens
         ended: list[Ended] = []
         for i, (job, token, logprob) in enumerate(zip(self.jobs, tokens.tolist(), logprobs.tolist(), strict=True)):
             job.tokens.append(token)
@@ -265,8 +255,8 @@ class EmbeddedBackend:
                 job.candidates.append(candidates[i])
             if experts is not None and job.request.params.keep_experts:
                 job.experts.append(experts[i : i + 1])
-            if token in job.request.params.stop_tokens or len(job.tokens) == job.request.params.max_tokens:
-                ended.append((job, job.finish))
+            if (finish := job.finish) is not None:
+                ended.append((job, finish))
         self.remove([job for job, _ in ended])
         return Step(n, ended)
 
@@ -286,29 +276,21 @@ class EmbeddedBackend:
 
     def _score(self, requests: Sequence[Request], width: int) -> list[Floats]:
         contents = [tokens_of(request.content) for request in requests]
-        tokens = np.zeros((_round_up(len(contents), ROW_BLOCK), width), np.int64)
-        for row, content in enumerate(contents):
-            tokens[row, : content.size] = content.tokens_T
+        num_rows = _round_up(len(contents), ROW_BLOCK)
+        tokens_BW = self._padded([content.tokens_T for content in contents], num_rows, width)
         position = torch.arange(width, device=self._device)
         masks = self._traits.masks(position <= position[:, None], position[:, None], self._model.dtype)
-        hidden = self._model.get_decoder()(
-            input_ids=torch.from_numpy(tokens).to(self._device),
-            position_ids=position[None].expand(len(tokens), -1),
-            attention_mask=as_argument({k: mask.expand(len(tokens), 1, width, width) for k, mask in masks.items()}),
-            use_cache=False,
-        ).last_hidden_state
-        head: Any = self._model.get_output_embeddings()
+        masks = {kind: mask.expand(num_rows, 1, width, width) for kind, mask in masks.items()}
+        positions = position[None].expand(num_rows, -1)
+        hidden = self._hidden({"input_ids": tokens_BW}, positions, masks, cached=False)
         scores = []
         for row, (request, content) in enumerate(zip(requests, contents, strict=True)):
             steps = torch.from_numpy(content.tokens_S.astype(np.int64)).to(self._device)
             before = hidden[row, len(content.tokens_P) - 1 : content.size - 1]  # they predict the steps
             padded = torch.nn.functional.pad(before, (0, 0, 0, _round_up(len(steps), ROW_BLOCK) - len(steps)))
-            logits = self._traits.scaled(head(padded).float())[: len(steps)] / (request.params.temperature or 1.0)
+            logits = self._logits(padded)[: len(steps)] / (request.params.temperature or 1.0)
             scores.append(torch.log_softmax(logits, -1).gather(-1, steps[:, None])[:, 0].cpu().numpy())
         return scores
-
-    def flush_steps(self) -> Iterable[Step]:
-        return ()
 
     @torch.inference_mode()
     def remove(self, jobs: Collection[Job]) -> None:
@@ -319,8 +301,7 @@ class EmbeddedBackend:
         for i in reversed([i for i, job in enumerate(self.jobs) if job in removed]):
             last = len(self.jobs) - 1
             if i != last:
-                self._cache.copy_row(last, [i], int(self._lengths[last]))
-                self.jobs[i], self._lengths[i], self._last[i] = self.jobs[last], self._lengths[last], self._last[last]
-                self._offsets[i] = self._offsets[last]
+                self._cache.copy_row(last, [i], int(self._rows.length[last]))
+                self.jobs[i] = self.jobs[last]
                 self._rows.move(last, i)
             self.jobs.pop()

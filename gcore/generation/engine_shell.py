@@ -1,27 +1,27 @@
-"""The shell of engines: what all of them do in the same way, and the engines that decode step by step in this process.
+"""The shell of engines: what all of them do in the same way.
 
-    requests ──> JobQueue ──admit──> DecodeBackend ──step: one token per job──> completions
-                    commands, between two steps: abort, load weights, sleep, wake
+    requests ──> queue ──admit──> DecodeBackend ──step: tokens of the jobs──> completions
+                 commands, between two steps: abort, load weights, sleep, wake
 
-`EngineShell` has the calls of an engine, its queue, its sleep state and the order of its commands. `SteppedEngine` adds
-the thread that decodes, for the embedded engine, vLLM and diffusion; a backend owns the model and the batch. Weights
-change only between two steps, so every token has exactly one version. SGLang (sglang.py) has a loop of its own.
+`SteppedEngine` has the calls of an engine, its queue, its sleep state and the thread that decodes; a backend owns the
+model and the batch, and nothing else. Weights change only between two steps, so every token has exactly one version.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,14 +31,10 @@ from gcore.generation.sleep import SleepState
 from gcore.observe.trace import Tracer
 from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Floats, Ints, Request, UserError
-from gcore.weights.receiver import Loads, WeightReceiver
+from gcore.weights.receiver import WeightReceiver
 
-# ---- requests inside an engine ---------------------------------------------------------------------------------------
-
-
-def scored(logprobs_S: Floats, version: int, finish: Finish = "length") -> Completion:
-    """Of a request that generates nothing: the logprobs of the steps that it has."""
-    return Completion(Tokens.steps(NO_TOKENS), logprobs_S, np.full(len(logprobs_S), version, np.int32), finish)
+WATCH_S = 0.5  # between two checks whether the processes of an idle engine are alive
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +44,7 @@ class Job:
     request: Request
     ticket: str
     arrival: int
-    future: asyncio.Future[Completion]  # belongs to the caller's event loop
+    future: Future[Completion]
     name: str = ""  # request id in vLLM or SGLang
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -65,9 +61,12 @@ class Job:
         return tokens_of(self.request.content)
 
     @property
-    def finish(self) -> Finish:
-        """Why the request ended after its last token."""
-        return "stop" if self.tokens[-1] in self.request.params.stop_tokens else "length"
+    def finish(self) -> Finish | None:
+        """Why the request ended after its last token; None: it goes on."""
+        params = self.request.params
+        if self.tokens and self.tokens[-1] in params.stop_tokens:
+            return "stop"
+        return "length" if len(self.tokens) == params.max_tokens else None
 
     @property
     def num_steps(self) -> int:
@@ -92,77 +91,6 @@ class Job:
         return Completion(content, np.array(self.logprobs, np.float32), self.versions_S(), finish)
 
 
-class JobQueue:
-    """Jobs that are not in the batch yet, in the order of Job.__lt__. Not thread-safe."""
-
-    def __init__(self, make_job: type[Job] = Job) -> None:
-        self._make_job = make_job
-        self._heap: list[Job] = []
-        self._arrivals = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, requests: Sequence[Request], ticket: str) -> list[Job]:
-        """Their futures belong to the running event loop."""
-        loop = asyncio.get_running_loop()
-        jobs = [self._make_job(request, ticket, next(self._arrivals), loop.create_future()) for request in requests]
-        for job in jobs:
-            self.push(job)
-        return jobs
-
-    def push(self, job: Job) -> None:
-        heappush(self._heap, job)
-
-    def pop(self) -> Job:
-        return heappop(self._heap)
-
-    def remove(self, ticket: str) -> list[Job]:
-        removed = [job for job in self._heap if job.ticket == ticket]
-        self._heap = [job for job in self._heap if job.ticket != ticket]
-        heapify(self._heap)
-        return removed
-
-    def clear(self) -> list[Job]:
-        removed, self._heap = self._heap, []
-        return removed
-
-
-def resolve(future: asyncio.Future[Any], result: object) -> None:
-    """Set a value or an exception. Call it on the future's own event loop."""
-    if future.done():  # the caller was cancelled
-        return
-    if not isinstance(result, BaseException):
-        future.set_result(result)
-    else:
-        future.set_exception(result)
-
-
-def engine_failed(error: BaseException) -> Exception:
-    """What the callers of an engine get if the engine itself has failed."""
-    return (
-        error if isinstance(error, UserError) else RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
-    )
-
-
-def post(answers: Iterable[tuple[asyncio.Future[Any], object]]) -> None:
-    """`resolve` from another thread, with one callback per event loop."""
-    by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], object]]](list)
-    for future, result in answers:
-        by_loop[future.get_loop()].append((future, result))
-    for loop, group in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(_resolve_all, group)
-
-
-def _resolve_all(answers: Iterable[tuple[asyncio.Future[Any], object]]) -> None:
-    for future, result in answers:
-        resolve(future, result)
-
-
-# ---- the shell -------------------------------------------------------------------------------------------------------
-
-T = TypeVar("T")
 Ended = tuple[Job, Finish | Exception]
 
 
@@ -173,186 +101,76 @@ class Step(NamedTuple):
     ended: Sequence[Ended]  # no longer in the batch
 
 
-class DecodeBackend(Protocol):
-    """A model and its batch. All methods except `check` run in the engine's thread."""
+class DecodeBackend(ABC):
+    """A model and its batch. All methods except `check` run in the engine's thread. Methods with a body are for
+    backends that have nothing to do there."""
 
-    compute_lock: AbstractContextManager[Any]  # held while computing; engines that share process state share it
+    compute_lock: AbstractContextManager[Any] = (
+        nullcontext()
+    )  # held while computing; engines with common state share it
+    jobs: Collection[Job]  # the batch; empty after `close`
+    max_concurrent: int  # most jobs in the batch
 
-    @property
-    def jobs(self) -> Collection[Job]:
-        """The batch. Empty after `close`."""
-
+    @abstractmethod
     def open(self) -> tuple[WeightReceiver, SleepState]: ...
 
+    @abstractmethod
     def check(self, request: Request) -> None:
         """Raises UserError for a request that cannot be served."""
 
     def room(self, waiting: int) -> int:
         """How many of `waiting` jobs to admit before the next step."""
+        return min(self.max_concurrent - len(self.jobs), waiting)
 
+    @abstractmethod
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
         """Add them to the batch. Returns those that the library refuses."""
 
+    @abstractmethod
     def step(self) -> Step:
         """One token per job of the batch, or several. If steps are computed ahead, returns the oldest in flight."""
 
     def score(self, requests: Sequence[Request]) -> list[Floats]:
         """The logprobs of the steps that the requests have, for requests with max_tokens=0 that `check` accepts."""
+        raise UserError("this engine does not return logprobs of given tokens")
 
     def flush_steps(self) -> Iterable[Step]:
         """The steps in flight (computed ahead). No new step starts until all of them have been returned."""
+        return ()
 
+    @abstractmethod
     def remove(self, jobs: Collection[Job]) -> None:
         """Remove them from the batch."""
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write some of the weights. No step is in flight."""
+    @abstractmethod
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int, last: bool) -> None:
+        """Write some of the weights of a version, or the last ones. No step is in flight."""
 
     def finish_load(self) -> Collection[Job]:
         """All weights of an update are written: drop what older weights computed. Returns the jobs that were removed
         from the batch because they must start again."""
+        return ()
 
     def free(self, level: int) -> float:
         """Sleep. Returns the GiB that were freed."""
+        return 0.0
 
     def allocate(self, tags: Sequence[str]) -> float:
         """Wake. Returns the GiB that were allocated."""
+        return 0.0
 
+    def died(self) -> str:
+        """Why a process of the library has died; empty: all are alive. Asked while the engine is idle."""
+        return ""
+
+    @abstractmethod
     def close(self) -> None:
         """Called once, also after a failed `open`."""
 
 
-class EngineShell(ABC):
-    """The calls of protocols.Engine. A command is a coroutine that runs in the engine's thread, one at a time."""
-
-    def __init__(self, tracer: Tracer | None, make_job: type[Job] = Job) -> None:
-        self._tracer = tracer or Tracer(None, "engine")
-        self.version = 0
-        self._queue = JobQueue(make_job)
-        self._changed = threading.Condition()  # guards the queue, the commands and the two states below
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._generated, self._busy_s = 0, 0.0
-        self._receiver: WeightReceiver  # set by `_run` when the engine is open, like the next one
-        self._memory: SleepState
-
-    def _start(self) -> None:
-        """Start the engine's thread. Returns when the engine is open; raises what prevented it."""
-        opened = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(opened,), name="engine", daemon=True)
-        self._thread.start()
-        opened.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    async def abort(self, ticket: str) -> None:
-        if not (self._failure or self._closed):  # else nothing is in progress
-            await self._command(lambda: self._abort(ticket))
-
-    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
-        """A bucket that does not fit raises: repeat it, or start again with bucket 0."""
-        return await self._command(lambda: self._load(version, weights, bucket))
-
-    async def sleep(self, level: int) -> MemoryChange:
-        """If the engine cannot sleep, no memory is freed and nothing is lost."""
-        return await self._command(lambda: self._sleep(level))
-
-    async def wake(self, *tags: str) -> MemoryChange:
-        return await self._command(lambda: self._wake(tags))
-
-    async def reset(self) -> None:
-        await self._command(self._reset)
-
-    async def stats(self) -> EngineStats:
-        jobs = list(self._batch)  # a copy: the engine's thread changes the batch
-        tokens = sum(job.num_steps for job in jobs)
-        return EngineStats(len(jobs), len(self._queue), self._busy(), self._generated, tokens)
-
-    def _busy(self) -> float:
-        return self._busy_s
-
-    def _check_running(self) -> None:
-        if self._failure or self._closed:
-            raise RuntimeError("the engine has stopped") from self._failure
-
-    # ---- what each engine does in its own way ---------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def _batch(self) -> Collection[Job]:
-        """The jobs that have left the queue and have not ended."""
-
-    @abstractmethod
-    def _run(self, opened: threading.Event) -> None:
-        """The engine's thread. Sets `opened` when the engine is open, or has failed."""
-
-    @abstractmethod
-    async def _command(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `work()`, which runs in the engine's thread after the commands before it."""
-
-    @abstractmethod
-    async def _drop(self, waiting: Sequence[Job], running: Sequence[Job]) -> None: ...  # end them as aborted
-
-    @abstractmethod
-    async def _write(self, loads: Loads) -> None: ...  # some of the weights
-
-    @abstractmethod
-    async def _end_load(self) -> None: ...  # all weights of `self.version` are written
-
-    @abstractmethod
-    async def _free(self, level: int) -> float: ...  # sleep; the GiB that were freed
-
-    @abstractmethod
-    async def _allocate(self, tags: Sequence[str]) -> float: ...  # wake; the GiB that were allocated
-
-    # ---- commands -------------------------------------------------------------------------------------------------
-
-    async def _abort(self, ticket: str) -> None:
-        with self._changed:
-            waiting = self._queue.remove(ticket)
-        await self._drop(waiting, [job for job in self._batch if job.ticket == ticket])
-
-    async def _reset(self) -> None:
-        with self._changed:
-            waiting = self._queue.clear()
-        await self._drop(waiting, list(self._batch))
-        await self._wake(())
-        if self._receiver.forget_update():
-            self._memory.lose_weights()
-
-    async def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
-        self._memory.check_load(version)
-        with (
-            self._receiver.receive(version, weights, bucket) as loads,
-            self._tracer.span("load weights", bucket=bucket[0]),
-        ):
-            await self._write(loads)
-        if not self._receiver.incomplete:
-            self.version = version
-            self._memory.loaded()
-            await self._end_load()
-        return self.version
-
-    async def _sleep(self, level: int) -> MemoryChange:
-        in_progress = len(self._batch) + len(self._queue)
-        if not self._memory.may_sleep(level, in_progress, self._receiver.incomplete):
-            return MemoryChange(0.0, 0.0)
-        started = time.perf_counter()
-        with self._tracer.span("sleep", level=level):
-            gigabytes = await self._free(level)
-        return MemoryChange(time.perf_counter() - started, gigabytes)
-
-    async def _wake(self, tags: Sequence[str]) -> MemoryChange:
-        due, started = self._memory.due(tags), time.perf_counter()
-        with self._tracer.span("wake", tags=due):
-            gigabytes = await self._allocate(due) if due else 0.0
-        self._memory.wake(due)
-        return MemoryChange(time.perf_counter() - started, gigabytes)
-
-
-class SteppedEngine(EngineShell):
-    """An engine with a backend. `min_step_s` emulates a slower device. `make_job`: the kind of jobs that the backend
-    knows."""
+class SteppedEngine:
+    """Implements protocols.Engine. `min_step_s` emulates a slower device. `make_job`: the kind of jobs that the backend
+    knows. A command is a function that runs in the engine's thread between two steps."""
 
     def __init__(
         self,
@@ -361,36 +179,63 @@ class SteppedEngine(EngineShell):
         min_step_s: float = 0.0,
         make_job: type[Job] = Job,
     ) -> None:
-        super().__init__(tracer, make_job)
-        self.backend, self._min_step_s = backend, min_step_s
+        """Returns when the backend is open; raises what prevented it."""
+        self.backend, self._tracer, self._min_step_s = backend, tracer or Tracer(None, "engine"), min_step_s
+        self._make_job, self._arrivals = make_job, itertools.count()
+        self.version = 0
+        self._changed = threading.Condition()  # guards the next three and the two states below
+        self._queue: list[Job] = []  # heap of the jobs that are not in the batch yet
+        self._to_score: list[Job] = []  # they generate nothing
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._failure: BaseException | None = None
+        self._closed = False
         self._admitting = list[Job]()
-        self._commands: deque[tuple[Callable[[], Coroutine[Any, Any, Any]], asyncio.Future[Any]]] = deque()
-        self._to_score: list[tuple[Request, asyncio.Future[Completion]]] = []
-        self._start()
-
-    @property
-    def _batch(self) -> Collection[Job]:
-        return self.backend.jobs
+        self._generated, self._busy_s = 0, 0.0
+        self._receiver: WeightReceiver  # set by `_run` when the backend is open, like the next one
+        self._memory: SleepState
+        opened = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="engine", daemon=True)
+        self._thread.start()
+        opened.wait()
+        if self._failure is not None:
+            raise self._failure
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
             self.backend.check(request)
-        if requests and all(request.params.max_tokens == 0 for request in requests):
-            return await self._score(requests)
+        jobs = [self._make_job(request, ticket, next(self._arrivals), Future()) for request in requests]
         with self._changed:
             self._check_running()
-            jobs = self._queue.add(requests, ticket)
+            for job in jobs:
+                if job.request.params.max_tokens:
+                    heappush(self._queue, job)
+                else:
+                    self._to_score.append(job)
             self._changed.notify()
-        return list(await asyncio.gather(*(job.future for job in jobs)))
+        return list(await asyncio.gather(*(asyncio.wrap_future(job.future) for job in jobs)))
 
-    async def _score(self, requests: Sequence[Request]) -> list[Completion]:
-        """Logprobs of given steps. The requests of all callers that wait for the same moment are computed together."""
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
-        with self._changed:
-            self._to_score += zip(requests, futures, strict=True)
-        await self._command(self._score_waiting)
-        return list(await asyncio.gather(*futures))
+    async def abort(self, ticket: str) -> None:
+        if not (self._failure or self._closed):  # else nothing is in progress
+            await self._command(partial(self._abort, ticket))
+
+    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
+        """A bucket that does not fit raises: repeat it, or start again with bucket 0."""
+        return await self._command(partial(self._load, version, weights, bucket))
+
+    async def sleep(self, level: int) -> MemoryChange:
+        """If the engine cannot sleep, no memory is freed and nothing is lost."""
+        return await self._command(partial(self._sleep, level))
+
+    async def wake(self, *tags: str) -> MemoryChange:
+        return await self._command(partial(self._wake, tags))
+
+    async def reset(self) -> None:
+        await self._command(self._reset)
+
+    async def stats(self) -> EngineStats:
+        jobs = list(self.backend.jobs)  # a copy: the engine's thread changes the batch
+        tokens = sum(job.num_steps for job in jobs)
+        return EngineStats(len(jobs), len(self._queue), self._busy_s, self._generated, tokens)
 
     def close(self) -> None:
         with self._changed:
@@ -398,13 +243,17 @@ class SteppedEngine(EngineShell):
             self._changed.notify()
         self._thread.join(timeout=30)
 
-    async def _command(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    async def _command(self, work: Callable[[], T]) -> T:
+        done: Future[T] = Future()
         with self._changed:
             self._check_running()
             self._commands.append((work, done))
             self._changed.notify()
-        return await done
+        return await asyncio.wrap_future(done)
+
+    def _check_running(self) -> None:
+        if self._failure or self._closed:
+            raise RuntimeError("the engine has stopped") from self._failure
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
@@ -415,44 +264,84 @@ class SteppedEngine(EngineShell):
             opened.set()
             while True:
                 with self._changed:
-                    while not (self._closed or self._commands or self._can_step()):
-                        self._changed.wait()
+                    while not (self._closed or self._commands or self._can_score() or self._can_decode()):
+                        self._changed.wait(WATCH_S)
+                        if died := self.backend.died():
+                            raise RuntimeError(died)
                 if self._closed:
                     raise RuntimeError("the engine was closed")
                 self._run_commands()
+                self._score()
                 self._decode()
                 self._tracer.flush()
         except BaseException as error:
             with self._changed:
                 self._failure = error
-                pending = [job.future for job in (*self.backend.jobs, *self._admitting, *self._queue.clear())]
-                pending += [done for _, done in self._commands]
+                jobs = [*self.backend.jobs, *self._admitting, *self._take_waiting()]
+                pending = [*(job.future for job in jobs), *(done for _, done in self._commands)]
                 self._commands.clear()
-            post((future, engine_failed(error)) for future in pending)
+            failed = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
+            for future in pending:
+                _resolve(future, error if isinstance(error, UserError) else failed)
             try:
                 with self.backend.compute_lock:
                     self.backend.close()
             finally:
                 opened.set()
 
-    def _can_step(self) -> bool:
-        return bool(self.backend.jobs or self._queue) and self._memory.awake and not self._receiver.incomplete
+    def _is_ready(self) -> bool:
+        return self._memory.awake and not self._receiver.incomplete
+
+    def _can_score(self) -> bool:
+        return bool(self._to_score) and self._is_ready()
+
+    def _can_decode(self) -> bool:
+        return bool(self.backend.jobs or self._queue) and self._is_ready()
+
+    def _take_waiting(self, ticket: str | None = None) -> list[Job]:
+        """The jobs of a ticket that are not in the batch yet; no ticket: all of them."""
+        taken: list[Job] = []
+        for jobs in (self._queue, self._to_score):
+            taken += [job for job in jobs if ticket in (None, job.ticket)]
+            jobs[:] = [job for job in jobs if ticket not in (None, job.ticket)]
+        heapify(self._queue)
+        return taken
 
     def _run_commands(self) -> None:
         while self._commands:
             command, done = self._commands.popleft()
             try:
                 with self.backend.compute_lock:
-                    post([(done, _at_once(command()))])
+                    _resolve(done, command())
             except Exception as error:
-                post([(done, error)])
+                _resolve(done, error)
+
+    def _score(self) -> None:
+        """The requests of all callers that wait are computed together. An error is that of all of them."""
+        if not self._can_score():
+            return
+        with self.backend.compute_lock:
+            started = time.perf_counter()
+            with self._changed:
+                jobs, self._to_score = self._to_score, []
+            try:
+                with self._tracer.span("score", requests=len(jobs)):
+                    scores = self.backend.score([job.request for job in jobs])
+            except Exception as error:
+                for job in jobs:
+                    _resolve(job.future, error)
+                return
+            self._busy_s += time.perf_counter() - started
+        for job, logprobs_S in zip(jobs, scores, strict=True):
+            versions_S = np.full(len(logprobs_S), self.version, np.int32)
+            _resolve(job.future, Completion(Tokens.steps(NO_TOKENS), logprobs_S, versions_S, "length"))
 
     def _decode(self) -> None:
-        """Step until there is nothing to decode or a command arrives."""
-        if not self._can_step():
+        """Step until there is nothing to decode, or a command or a request to score arrives."""
+        if not self._can_decode():
             return
         with self._tracer.span("generate"):
-            while self._can_step() and not (self._closed or self._commands):
+            while self._can_decode() and not (self._closed or self._commands or self._to_score):
                 started = time.perf_counter()
                 self._admit()
                 if self.backend.jobs:
@@ -465,7 +354,7 @@ class SteppedEngine(EngineShell):
 
     def _admit(self) -> None:
         with self._changed:
-            self._admitting = [self._queue.pop() for _ in range(self.backend.room(len(self._queue)))]
+            self._admitting = [heappop(self._queue) for _ in range(self.backend.room(len(self._queue)))]
         for job in self._admitting:
             job.stamp(self.version)
         if self._admitting:
@@ -477,7 +366,8 @@ class SteppedEngine(EngineShell):
         self._deliver(step.ended)
 
     def _deliver(self, ended: Iterable[Ended]) -> None:
-        post((job.future, end if isinstance(end, Exception) else job.completion(end)) for job, end in ended)
+        for job, end in ended:
+            _resolve(job.future, end if isinstance(end, Exception) else job.completion(end))
 
     def _flush_steps(self) -> None:
         for step in self.backend.flush_steps():
@@ -485,56 +375,62 @@ class SteppedEngine(EngineShell):
 
     # ---- commands -------------------------------------------------------------------------------------------------
 
-    async def _score_waiting(self) -> None:
+    def _abort(self, ticket: str | None = None) -> None:
         with self._changed:
-            waiting, self._to_score = self._to_score, []
-        if not waiting:  # the command of another caller computed them
-            return
-        started = time.perf_counter()
-        try:
-            with self._tracer.span("score", requests=len(waiting)):
-                logprobs = self.backend.score([request for request, _ in waiting])
-        except Exception as error:  # for every caller: the commands of the others find nothing to compute
-            post((future, error) for _, future in waiting)
-            return
-        self._busy_s += time.perf_counter() - started
-        post(
-            (future, scored(logprobs_S, self.version))
-            for (_, future), logprobs_S in zip(waiting, logprobs, strict=True)
-        )
-
-    async def _drop(self, waiting: Sequence[Job], running: Sequence[Job]) -> None:
+            waiting = self._take_waiting(ticket)
+        running = [job for job in self.backend.jobs if ticket in (None, job.ticket)]
         self.backend.remove(running)
-        self._deliver((job, "abort") for job in (*running, *waiting))
+        self._deliver([*((job, job.finish or "abort") for job in running), *((job, "abort") for job in waiting)])
 
-    async def _write(self, loads: Loads) -> None:
-        self._flush_steps()
-        for tensors, _ in loads:
-            self.backend.load(tensors)
+    def _reset(self) -> None:
+        self._abort()
+        self._wake(())
+        if self._receiver.forget_update():
+            self._memory.lose_weights()
 
-    async def _end_load(self) -> None:
-        restarted = self.backend.finish_load()
-        with self._changed:
-            for job in restarted:
-                self._queue.push(job)
-        for job in self.backend.jobs:
-            job.stamp(self.version)
+    def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
+        self._memory.check_load(version)
+        with (
+            self._receiver.receive(version, weights, bucket) as loads,
+            self._tracer.span("load weights", bucket=bucket[0]),
+        ):
+            self._flush_steps()
+            for tensors, last in loads:
+                self.backend.load(tensors, version, last)
+        if not self._receiver.incomplete:
+            self.version = version
+            self._memory.loaded()
+            restarted = self.backend.finish_load()
+            with self._changed:
+                for job in restarted:
+                    heappush(self._queue, job)
+            for job in self.backend.jobs:
+                job.stamp(version)
+        return self.version
 
-    async def _free(self, level: int) -> float:
-        self._flush_steps()
-        gigabytes = self.backend.free(level)
+    def _sleep(self, level: int) -> MemoryChange:
+        in_progress = len(self.backend.jobs) + len(self._queue) + len(self._to_score)
+        if not self._memory.may_sleep(level, in_progress, self._receiver.incomplete):
+            return MemoryChange(0.0, 0.0)
+        started = time.perf_counter()
+        with self._tracer.span("sleep", level=level):
+            self._flush_steps()
+            gigabytes = self.backend.free(level)
         self._memory.sleep(level)
-        return gigabytes
+        return MemoryChange(time.perf_counter() - started, gigabytes)
 
-    async def _allocate(self, tags: Sequence[str]) -> float:
-        return self.backend.allocate(tags)
+    def _wake(self, tags: Sequence[str]) -> MemoryChange:
+        due, started = self._memory.due(tags), time.perf_counter()
+        with self._tracer.span("wake", tags=due):
+            gigabytes = self.backend.allocate(due) if due else 0.0
+        self._memory.wake(due)
+        return MemoryChange(time.perf_counter() - started, gigabytes)
 
 
-def _at_once(command: Coroutine[Any, Any, T]) -> T:
-    """The result of a command of a stepped engine: it never waits, so it runs to its end without an event loop."""
-    try:
-        command.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    raise RuntimeError("a command of a stepped engine has waited; expected one that computes without waiting")
+def _resolve(future: Future[Any], result: object) -> None:
+    """Set a value or an exception."""
+    with suppress(InvalidStateError):  # the caller was cancelled
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

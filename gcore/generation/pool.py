@@ -20,10 +20,9 @@ import heapq
 import itertools
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Literal, TypeVar
 
 from gcore.clients import EngineClient, ScorerClient
 from gcore.generation.routing import Router, limits_of, own_replicas, shared_limit
@@ -32,12 +31,11 @@ from gcore.protocols import RoleDied, RoleError, RoleReport
 from gcore.types import Completion, Ints, Request
 
 Reason = Literal["dead", "drained", "paused", "suspect"]
-RECALL_S = 1.0  # an abort may overtake its own requests: it is repeated until they are back
+RECALL_S = 1.0  # between two aborts of the same requests
 MAX_CALLS = 2048  # whose response lengths are held between two reports
 
 
 R = TypeVar("R", EngineClient, ScorerClient)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,6 @@ class ClientPool(Generic[R]):
         self.replicas: Sequence[R] = replicas
         self._router = router or Router(len(replicas))
         self._closed: list[set[Reason]] = [set() for _ in replicas]
-        self._idle = [asyncio.Event() for _ in replicas]  # set when no request of this pool is there
         self._waiting: list[tuple[int, int, QueueEntry, asyncio.Future[int]]] = []  # heap; cancelled entries too
         self._arrivals = itertools.count()
 
@@ -66,57 +63,13 @@ class ClientPool(Generic[R]):
 
     def mark_dead(self, name: str) -> None:
         """The replica died: nothing is sent to it until `mark_alive`."""
-        for i in self._indices(name):
-            self._close(i, "dead")
+        self._close(self._indices(name), "dead")
 
     def mark_alive(self, name: str) -> None:
-        for i in self._indices(name):
-            self._open(i, "dead", "suspect")
+        self._open(self._indices(name), "dead", "suspect")
 
     def alive(self) -> dict[int, R]:
         return {i: replica for i, replica in enumerate(self.replicas) if "dead" not in self._closed[i]}
-
-    async def drain(self, name: str) -> None:
-        """Close a replica and recall its requests, which continue on other replicas. Returns when the replica has no
-        request of this controller left, or when it is reopened."""
-        await self._close_and_recall(self._indices(name), "drained")
-
-    async def pause(self) -> None:
-        """Recall all requests from all replicas. They and new requests wait until `resume`, then continue from the
-        tokens they have. In between, replicas may sleep and load new weights."""
-        await self._close_and_recall(range(len(self.replicas)), "paused")
-
-    def resume(self) -> None:
-        for i in range(len(self.replicas)):
-            self._mark_open(i, "paused")
-        self._dispatch()
-
-    async def _close_and_recall(self, indices: Sequence[int], why: Reason) -> None:
-        for i in indices:
-            self._close(i, why)
-            self._recall(i)  # before the event loop runs: a call that was just assigned would be sent then
-        await asyncio.gather(*(self._until_empty(i, why) for i in indices))
-
-    async def _until_empty(self, i: int, why: Reason) -> None:
-        while self._router.counts[i] and why in self._closed[i]:
-            try:
-                async with asyncio.timeout(RECALL_S):
-                    await self._idle[i].wait()
-            except TimeoutError:
-                if why in self._closed[i]:
-                    self._recall(i)
-
-    def reopen(self, *names: str) -> None:
-        """Opens all of them before it dispatches: otherwise the first one would get the whole queue."""
-        for name in names:
-            for i in self._indices(name):
-                self._mark_open(i, "drained")
-        self._dispatch()
-
-    def limit(self, requests: int) -> None:
-        """Maximum number of outstanding requests per replica. Requests above it are not recalled."""
-        self._router.limit(requests)
-        self._dispatch()
 
     async def check(self, timeout_s: float) -> dict[str, bool]:
         """Health check: request the stats of every replica. One that does not respond gets no new calls until it
@@ -130,9 +83,9 @@ class ClientPool(Generic[R]):
             if responds == ("suspect" in self._closed[i]):
                 changed[self.replicas[i].name] = responds
                 if responds:
-                    self._open(i, "suspect")
+                    self._open([i], "suspect")
                 else:
-                    self._close(i, "suspect")
+                    self._close([i], "suspect")
         return changed
 
     def unreachable(self) -> dict[str, str]:
@@ -140,36 +93,22 @@ class ClientPool(Generic[R]):
         columns = zip(self.replicas, self._closed, strict=True)
         return {replica.name: why for replica, closed in columns for why in reasons if why in closed}
 
-    def _indices(self, name: str) -> list[int]:
-        return [i for i, replica in enumerate(self.replicas) if replica.name == name]
+    def _indices(self, *names: str) -> list[int]:
+        return [i for i, replica in enumerate(self.replicas) if replica.name in names]
 
-    def _close(self, i: int, why: Reason) -> None:
-        self._closed[i].add(why)
-        self._router.close(i)
+    def _close(self, indices: Sequence[int], why: Reason) -> None:
+        for i in indices:
+            self._closed[i].add(why)
+        self._router.close(*indices)
 
-    def _open(self, i: int, *why: Reason) -> None:
-        self._mark_open(i, *why)
+    def _open(self, indices: Sequence[int], *why: Reason) -> None:
+        """Opens all of them before it dispatches: otherwise the first one would get the whole queue."""
+        for i in indices:
+            self._closed[i] -= set(why)
+        self._router.open(*(i for i in indices if not self._closed[i]))
         self._dispatch()
 
-    def _mark_open(self, i: int, *why: Reason) -> None:
-        self._closed[i] -= set(why)
-        if not self._closed[i]:
-            self._router.open(i)
-
-    def _recall(self, i: int) -> None:
-        """Abort this pool's requests on a replica, if the role supports it. Otherwise they run to their end."""
-
     # ---- the queue ------------------------------------------------------------------------------------------------
-
-    async def _call(self, work: int, count: int, function: Callable[[R], Awaitable[T]]) -> T:
-        """Call the least loaded replica; if it dies, another one. If none is alive, wait until one is back."""
-        entry = QueueEntry(0, next(self._arrivals), work, count, None)
-        while True:
-            async with self._reserved(entry) as i:
-                try:
-                    return await function(self.replicas[i])
-                except RoleDied:
-                    self._close(i, "dead")
 
     @contextlib.asynccontextmanager
     async def _reserved(self, entry: QueueEntry) -> AsyncIterator[int]:
@@ -206,19 +145,26 @@ class ClientPool(Generic[R]):
                 if i is None:
                     return
                 self._router.sent(i, entry.work, entry.count)
-                self._idle[i].clear()
                 granted.set_result(i)
             heapq.heappop(self._waiting)
 
     def _release(self, i: int, entry: QueueEntry) -> None:
         self._router.done(i, entry.work, entry.count)
-        if not self._router.counts[i]:
-            self._idle[i].set()
         self._dispatch()
 
 
 class _NotSent(Exception):
     """The replica was drained before the requests were sent."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Requests on their way to a replica, or there, until it answers."""
+
+    ticket: str
+    sent: bool = False
+    recalled: bool = False  # aborted by `drain`; what is left continues on another replica
+    answer: asyncio.Future[list[Completion]] = field(init=False)
 
 
 class EnginePool(ClientPool[EngineClient]):
@@ -235,10 +181,8 @@ class EnginePool(ClientPool[EngineClient]):
         self.role, self.links = role, links or Links()
         self.cost_of: Callable[[int], float] = float  # of a sequence of this length, in tokens: the work of a request
         self._name, self._numbering = uuid.uuid4().hex[:12], itertools.count()
-        self._tickets: list[set[str]] = [set() for _ in engines]  # in progress, by replica
-        self._recalled: set[str] = set()  # aborted by `drain`; they continue on another replica
-        self._aborts: set[asyncio.Future[Any]] = set()
-        self._returning: list[set[asyncio.Future[Any]]] = [set() for _ in engines]  # of cancelled callers, by replica
+        self._calls: list[set[_Call]] = [set() for _ in engines]  # by replica; of cancelled callers too
+        self._aborts: set[asyncio.Future[None]] = set()
         self._aborted_requests = self._aborted_tokens = 0  # of cancelled callers, since the last report
         self._num_calls = 0
         self._ended: deque[tuple[int, ...]] = deque(maxlen=MAX_CALLS)  # since the last report: response lengths
@@ -316,37 +260,32 @@ class EnginePool(ClientPool[EngineClient]):
 
     async def _generate_on(self, i: int, requests: list[Request]) -> tuple[list[Completion], bool]:
         """The replica's completions, and whether a drain interrupted them."""
-        ticket = f"{self._name}-{next(self._numbering)}"
-        self._tickets[i].add(ticket)
-        sent = False
+        call = _Call(f"{self._name}-{next(self._numbering)}")
 
         async def generate() -> list[Completion]:
-            nonlocal sent
-            if ticket in self._recalled:  # the replica may be asleep already
+            if call.recalled:  # the replica may be asleep already
                 raise _NotSent
-            sent = True
+            call.sent = True
             self.links.add("requests", i, sum(r.content.nbytes for r in requests))
-            answers = await self.replicas[i].generate(requests, ticket)
+            answers = await self.replicas[i].generate(requests, call.ticket)
             self.links.add("responses", i, sum(answer.nbytes for answer in answers))
             return answers
 
-        answer = asyncio.ensure_future(generate())
+        call.answer = asyncio.ensure_future(generate())
+        self._calls[i].add(call)
+        call.answer.add_done_callback(lambda _: self._calls[i].discard(call))
         try:
-            return await asyncio.shield(answer), ticket in self._recalled
+            return await asyncio.shield(call.answer), call.recalled
         except RoleDied:
-            self._close(i, "dead")
+            self._close([i], "dead")
             raise
         except asyncio.CancelledError:
-            if not sent:
-                answer.cancel()
-                raise
-            self._returning[i].add(answer)
-            answer.add_done_callback(partial(self._count_aborted, i))
-            self._abort(i, ticket, answer)
+            if not call.sent:
+                call.answer.cancel()
+            else:
+                call.answer.add_done_callback(self._count_aborted)
+                self._abort(i, call)
             raise
-        finally:
-            self._tickets[i].discard(ticket)
-            self._recalled.discard(ticket)
 
     def take_aborted(self) -> tuple[int, int]:
         """Aborted tokens and requests of cancelled callers, since the last call."""
@@ -354,32 +293,53 @@ class EnginePool(ClientPool[EngineClient]):
         self._aborted_tokens = self._aborted_requests = 0
         return aborted
 
-    def _count_aborted(self, i: int, answer: asyncio.Future[list[Completion]]) -> None:
-        self._returning[i].discard(answer)
+    def _count_aborted(self, answer: asyncio.Future[list[Completion]]) -> None:
         if not answer.cancelled() and answer.exception() is None:
             self._aborted_requests += len(answer.result())
             self._aborted_tokens += sum(completion.content.num_steps for completion in answer.result())
 
-    async def _until_empty(self, i: int, why: Reason) -> None:
-        """Also of requests of cancelled callers, which may still be on their way to a replica that will sleep."""
-        await super()._until_empty(i, why)
-        while self._returning[i] and why in self._closed[i]:
-            await asyncio.wait(self._returning[i], timeout=RECALL_S)
+    # ---- taking requests back from replicas -----------------------------------------------------------------------
 
-    def _recall(self, i: int) -> None:
-        for ticket in self._tickets[i]:
-            self._recalled.add(ticket)
-            self._abort(i, ticket)
+    async def drain(self, name: str) -> None:
+        """Close a replica and recall its requests, which continue on other replicas. Returns when the replica has no
+        request of this controller left, or when it is reopened."""
+        await self._close_and_recall(self._indices(name), "drained")
 
-    def _abort(self, i: int, ticket: str, answer: asyncio.Future[Any] | None = None) -> None:
-        """Send the abort without waiting, so that a replica that does not respond blocks no caller. `answer`: repeat it
-        until the requests are back."""
+    def reopen(self, *names: str) -> None:
+        self._open(self._indices(*names), "drained")
+
+    async def pause(self) -> None:
+        """Recall all requests from all replicas. They and new requests wait until `resume`, then continue from the
+        tokens they have. In between, replicas may sleep and load new weights."""
+        await self._close_and_recall(range(len(self.replicas)), "paused")
+
+    def resume(self) -> None:
+        self._open(range(len(self.replicas)), "paused")
+
+    def limit(self, requests: int) -> None:
+        """Maximum number of outstanding requests per replica. Requests above it are not recalled."""
+        self._router.limit(requests)
+        self._dispatch()
+
+    async def _close_and_recall(self, indices: Sequence[int], why: Reason) -> None:
+        self._close(indices, why)
+        for i in indices:
+            for call in self._calls[i]:  # before the event loop runs: a call that was just assigned would be sent then
+                call.recalled = True
+                self._abort(i, call)
+        for i in indices:
+            while self._calls[i] and why in self._closed[i]:
+                await asyncio.wait([call.answer for call in self._calls[i]], timeout=RECALL_S)
+
+    def _abort(self, i: int, call: _Call) -> None:
+        """Until the requests are back: an abort may overtake them. Does not wait, so that a replica that does not
+        respond blocks no caller."""
 
         async def abort() -> None:
             with contextlib.suppress(RoleDied):  # a dead replica has no slots to free
-                await self.replicas[i].abort(ticket)
-                while answer is not None and not (await asyncio.wait({answer}, timeout=RECALL_S))[0]:
-                    await self.replicas[i].abort(ticket)
+                while not call.answer.done():
+                    await self.replicas[i].abort(call.ticket)
+                    await asyncio.wait({call.answer}, timeout=RECALL_S)
 
         task = asyncio.ensure_future(abort())
         self._aborts.add(task)  # the event loop holds only weak references to tasks
@@ -390,7 +350,14 @@ class ScorerPool(ClientPool[ScorerClient]):
     """Replicas of protocols.Scorer."""
 
     async def score(self, tokens: Sequence[Ints]) -> list[float]:
-        return await self._call(sum(map(len, tokens)), len(tokens), lambda scorer: scorer.score(list(tokens)))
+        """By the least loaded replica; if it dies, by another one. If none is alive, waits until one is back."""
+        entry = QueueEntry(0, next(self._arrivals), sum(map(len, tokens)), len(tokens), None)
+        while True:
+            async with self._reserved(entry) as i:
+                try:
+                    return await self.replicas[i].score(list(tokens))
+                except RoleDied:
+                    self._close([i], "dead")
 
 
 def _with_finish(request: Request, piece: Completion) -> Completion:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from gcore.config.engines import engines_with
 from gcore.content.families import KINDS
 from gcore.content.tokens import tokens_of
 from gcore.types import Request, UserError
@@ -14,7 +15,8 @@ def check_score(request: Request, max_length: int, engine: str) -> None:
     if request.params.temperature != 1 or tokens_of(request.content).media:
         raise UserError(
             f"{engine} returns logprobs of given tokens at temperature 1 and without images, got temperature "
-            f"{request.params.temperature} (keys: generation.temperature=1, or engine=embedded for the teacher)"
+            f"{request.params.temperature} (keys: generation.temperature=1, or "
+            f"engine={engines_with('scores_at_any_temperature')} for the teacher)"
         )
     if request.content.size >= max_length:
         raise UserError(

@@ -1,15 +1,15 @@
 """SGLang as an engine: its scheduler runs in a child process and is called through SGLang's asynchronous interface.
 
-    requests ──> JobQueue ──admit──> SGLang ──chunks of tokens──> completions
-                   commands: abort, load weights, sleep, wake       (all on the engine's own thread and event loop)
+    admit ──> a task per request ──> SGLang ──chunks of tokens──> tasks ──step: what has arrived──> the shell
+                                                                     (all on the engine's thread, engine_shell.py)
 
-At most as many requests are admitted as SGLang runs at once. The others stay in the queue, where aborts find them.
+The tasks are on an event loop of the engine's thread, which runs only within a call of the backend. At most as many
+requests are admitted as SGLang runs at once. The others stay in the shell's queue, where aborts find them.
 
 Traps that this file handles (more in sglang_core.py):
 - Weights change only in a session, while generation is paused. Running requests are retracted, and their prefixes are
-  computed again with the new weights. SGLang records for each token, or chunk, the load that produced it.
+  computed again with the new weights. SGLang records for each token, or chunk, the version that produced it.
 - SGLang aborts all requests whose name starts with the given name: so all names have the same length.
-- The chunk of an aborted request may repeat its last token.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
-from gcore.generation.engine_shell import EngineShell, Job, engine_failed, resolve, scored
+from gcore.content.tokens import Tokens, tokens_of
+from gcore.generation.engine_shell import WATCH_S, DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sglang_core import SglangOptions, SglangServer, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
 from gcore.generation.spec import EngineSpec, library_options
 from gcore.observe.trace import Tracer
-from gcore.protocols import MemoryChange
-from gcore.types import Completion, Finish, Request, UserError
-from gcore.weights.receiver import Loads, WeightReceiver, base_of, shapes_of
+from gcore.types import Finish, Floats, Request, UserError
+from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
-WATCH_S = 0.5
 T = TypeVar("T")
 
 
@@ -48,156 +45,108 @@ def make_engine(spec: EngineSpec) -> SglangEngine:
         return SglangEngine(folder, SglangOptions(**options), tracer)
 
 
-class SglangEngine(EngineShell):
-    """An engine around SGLang. Commands run one after another on its event loop, each to its end, even if its caller is
-    cancelled."""
+class SglangEngine(SteppedEngine):
+    """Implements protocols.Engine."""
 
     def __init__(self, folder: Path, options: SglangOptions, tracer: Tracer | None = None) -> None:
-        super().__init__(tracer)
-        self._folder, self._options = folder, options
-        self._jobs: dict[str, Job] = {}  # jobs in SGLang, by request id
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._busy_since = 0.0
-        self._loads = [0]  # version of each load; SGLang is given the index
-        self._session = False  # open: weights can be written and generation is paused
-        self._server: SglangServer
-        self._loop, self._stop, self._command_lock = asyncio.new_event_loop(), asyncio.Event(), asyncio.Lock()
-        self._commands: dict[asyncio.Future[Any], asyncio.Task[None]] = {}
-        self._start()
+        super().__init__(SglangBackend(folder, options), tracer)
 
-    @property
-    def _batch(self) -> Collection[Job]:
-        return self._jobs.values()
 
-    async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
-        for request in requests:
-            check_request(request, self._options.max_length, self._server.vocabulary, scores=True)
-            if request.params.max_tokens == 0:
-                check_score(request, self._options.max_length, "SGLang")
-        return await self._on_loop(lambda: self._generate(requests, ticket))
+class SglangBackend(DecodeBackend):
+    def __init__(self, folder: Path, options: SglangOptions) -> None:
+        self._folder, self._options, self.max_concurrent = folder, options, options.max_concurrent
+        self._jobs: dict[str, Job] = {}  # by request id
+        self.jobs = self._jobs.values()
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of these jobs
+        self._num_added = 0
+        self._num_tokens, self._ended = 0, list[Ended]()  # since the last step
+        self._arrived = asyncio.Event()  # some of these
+        self._paused = False  # for a weight update
+        self._freed: Sequence[str] = ()  # tags of the memory that is freed
+        self._frees = options.sleep and options.device != "cpu"
+        self._loop = asyncio.new_event_loop()
+        self._server: SglangServer  # set by `open`
 
-    def _busy(self) -> float:
-        return self._busy_s + (time.perf_counter() - self._busy_since if self._jobs else 0.0)
-
-    def close(self) -> None:
-        with self._changed:
-            first, self._closed = not self._closed, True
-        if first and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout=30)
-
-    async def _on_loop(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` on the engine's event loop."""
-        with self._changed:
-            self._check_running()  # a call that passes it before the engine ends is always answered
-            future = asyncio.run_coroutine_threadsafe(work(), self._loop)
-        return await asyncio.wrap_future(future)
-
-    async def _command(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return await self._on_loop(lambda: self._serialized(work))
-
-    async def _serialized(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Commands run one after another. Each runs to its end, even if its caller is cancelled."""
-        done: asyncio.Future[T] = self._loop.create_future()
-
-        async def run() -> None:
-            try:
-                async with self._command_lock:
-                    resolve(done, await work())
-            except Exception as error:
-                resolve(done, error)
-
-        self._commands[done] = self._loop.create_task(run())
-        done.add_done_callback(self._commands.pop)
-        return await asyncio.shield(done)
-
-    # ---- the engine's thread --------------------------------------------------------------------------------------
-
-    def _run(self, opened: threading.Event) -> None:
+    def open(self) -> tuple[WeightReceiver, SleepState]:
         asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve_until_stopped(opened))
-        except BaseException as error:
-            self._end(error)
-        finally:
-            opened.set()
+        return self._loop.run_until_complete(self._open())
 
-    async def _serve_until_stopped(self, opened: threading.Event) -> None:
+    async def _open(self) -> tuple[WeightReceiver, SleepState]:
         options = self._options
         self._server = open_server(self._folder, options)
-        self._frees = options.sleep and options.device != "cpu"
-        self._memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
         config = self._server.manager.model_config
         shapes = shapes_of(self._folder, config.hf_text_config)
         base = base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False)
-        self._receiver = WeightReceiver(shapes, base)
         self._server.manager.auto_create_handle_loop()
-        opened.set()
-        while not self._stop.is_set():
-            if died := self._server.died():
-                raise RuntimeError(died)
-            try:
-                await asyncio.wait_for(self._stop.wait(), WATCH_S)
-            except TimeoutError:
-                self._tracer.flush()
-        raise RuntimeError("the engine was closed")
+        memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
+        return WeightReceiver(shapes, base), memory
 
-    def _end(self, error: BaseException) -> None:
-        """Fail all pending calls, then shut SGLang down."""
-        opened = hasattr(self, "_server")
-        if opened and self._options.dies_with_scheduler and not self._closed:  # the exit fails all pending calls
-            print(error, file=sys.stderr, flush=True)
+    def _result_of(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result. All tasks go on meanwhile."""
+        task = self._loop.create_task(work)
+        while not task.done():
+            self._loop.run_until_complete(asyncio.wait([task], timeout=WATCH_S))
+            if died := self.died():
+                raise RuntimeError(died)
+        return task.result()
+
+    def died(self) -> str:
+        died = self._server.died()
+        if died and self._options.dies_with_scheduler:  # the exit fails all pending calls
+            print(died, file=sys.stderr, flush=True)
             os._exit(1)
-        with self._changed:
-            self._failure = error
-        self._loop.run_until_complete(asyncio.sleep(0))  # let calls that passed the gate submit
-        for future in [*(job.future for job in (*self._jobs.values(), *self._queue.clear())), *self._commands]:
-            resolve(future, engine_failed(error))
-        self._loop.run_until_complete(asyncio.sleep(0))
+        return died
+
+    def close(self) -> None:
+        self._jobs.clear()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        if opened:
+        if hasattr(self, "_server"):
             self._server.close()
         self._loop.close()
 
-    def _can_admit(self) -> bool:
-        free = len(self._jobs) < self._options.max_concurrent
-        return bool(self._queue) and free and self._memory.awake and not self._session
+    # ---- requests -------------------------------------------------------------------------------------------------
 
-    async def _generate(self, requests: Sequence[Request], ticket: str) -> list[Completion]:
-        jobs = self._queue.add(requests, ticket)
-        self._admit()
-        return list(await asyncio.gather(*(job.future for job in jobs)))
+    def check(self, request: Request) -> None:
+        check_request(request, self._options.max_length, self._server.vocabulary, scores=True)
+        if request.params.max_tokens == 0:
+            check_score(request, self._options.max_length, "SGLang")
 
-    def _admit(self) -> None:
-        while self._can_admit():
-            job = self._queue.pop()
-            job.name = f"{job.arrival:020}"
-            if not self._jobs:
-                self._busy_since = time.perf_counter()
+    def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
+        for job in jobs:
+            job.name = self._new_name()
             self._jobs[job.name] = job
             self._tasks[job.name] = self._loop.create_task(self._serve(job))
+        return ()
+
+    def _new_name(self) -> str:
+        self._num_added += 1
+        return f"{self._num_added:020}"
+
+    def step(self) -> Step:
+        self._result_of(self._arrived.wait())
+        self._arrived.clear()
+        step, self._num_tokens, self._ended = Step(self._num_tokens, self._ended), 0, []
+        for job, _ in step.ended:
+            del self._jobs[job.name], self._tasks[job.name]
+        return step
 
     async def _serve(self, job: Job) -> None:
+        """The tokens of a job, until it ends."""
+        end: Finish | Exception
         try:
-            if job.request.params.max_tokens == 0:
-                resolve(job.future, await self._score(job))
-                return
             reason = await self._stream(job)
             if reason not in ("stop", "length", "abort"):
                 raise RuntimeError(f"SGLang ended a request with finish reason {reason}")
-            resolve(job.future, self._completion(job, "abort" if reason == "abort" else job.finish))
+            end = "abort" if reason == "abort" else job.finish or "length"
         except ValueError as error:  # sampling parameters that SGLang rejects
-            resolve(job.future, UserError(f"SGLang rejected an engine request: {error}"))
+            end = UserError(f"SGLang rejected an engine request: {error}")
         except Exception as error:
-            resolve(job.future, error)
-        finally:
-            del self._jobs[job.name], self._tasks[job.name]
-            if not self._jobs:
-                self._busy_s += time.perf_counter() - self._busy_since
-            self._admit()
+            end = error
+        self._ended.append((job, end))
+        self._arrived.set()
 
     async def _stream(self, job: Job) -> Any:
         """Append tokens to the job as they arrive. Returns the finish reason."""
@@ -221,23 +170,31 @@ class SglangEngine(EngineShell):
         )
         reason = None
         async for chunk in chunks:
+            if job.name not in self._jobs:  # removed
+                continue
             info = chunk["meta_info"]
-            num_new = info["completion_tokens"] - len(job.tokens)
+            num_new = info["completion_tokens"] - len(job.tokens)  # the chunk of an aborted request may repeat a token
             spans = info.get("weight_versions")
             if num_new:
                 if not spans:  # older versions of SGLang report one version per chunk
                     job.stamp(int(info["weight_version"]))
                 job.tokens += chunk["output_ids"][:num_new]
                 job.logprobs += [logprob for logprob, *_ in info["output_token_logprobs"][:num_new]]
-                self._generated += num_new
+                self._num_tokens += num_new
+                self._arrived.set()
             if spans:
                 job.versions = sorted((span["start"], int(span["version"])) for span in spans)
             reason = info["finish_reason"] and info["finish_reason"]["type"]
         return reason
 
-    async def _score(self, job: Job) -> Completion:
-        """Logprobs of the steps that the request has, as those of a prompt."""
-        content = job.content
+    def score(self, requests: Sequence[Request]) -> list[Floats]:
+        async def score_all() -> list[Floats]:
+            return await asyncio.gather(*(self._score(tokens_of(request.content)) for request in requests))
+
+        return self._result_of(score_all())
+
+    async def _score(self, content: Tokens) -> Floats:
+        """Logprobs of the steps, as those of a prompt."""
         sampling: dict[str, Any] = {"max_new_tokens": 0, "temperature": 1.0}
         if self._options.seeds:  # its batch may have requests that generate
             sampling["custom_params"] = {"noise": (0, 0)}
@@ -247,87 +204,71 @@ class SglangEngine(EngineShell):
             return_logprob=True,
             logprob_start_len=len(content.tokens_P) - 1,  # its first entry has no logprob
             stream=True,
-            rid=job.name,
+            rid=self._new_name(),
         )
         infos = [chunk["meta_info"] async for chunk in chunks]
-        reason = infos[-1]["finish_reason"] if infos else None
-        if reason is None or reason["type"] == "abort":
-            return scored(np.zeros(0, np.float32), self.version, "abort")
-        logprobs = [logprob for logprob, *_ in infos[-1]["input_token_logprobs"]][-content.num_steps :]
-        return scored(np.array(logprobs, np.float32), self._loads[int(infos[-1]["weight_version"])])
+        if not infos or infos[-1]["finish_reason"]["type"] == "abort":
+            raise RuntimeError("SGLang ended a request for logprobs of given tokens without them")
+        logprobs = [logprob for logprob, *_ in infos[-1]["input_token_logprobs"]]
+        return np.array(logprobs[-content.num_steps :], np.float32)
 
-    def _completion(self, job: Job, finish: Finish) -> Completion:
-        """SGLang stamps tokens with the index of a load. The version of that load may be known only now."""
-        job.versions = [(start, self._loads[load]) for start, load in job.versions]
-        return job.completion(finish)
-
-    # ---- commands -------------------------------------------------------------------------------------------------
-
-    async def _drop(self, waiting: Sequence[Job], running: Sequence[Job]) -> None:
-        for job in waiting:
-            resolve(job.future, self._completion(job, "abort"))
-        tasks = [self._tasks[job.name] for job in running]
-        for job in running:
+    def remove(self, jobs: Collection[Job]) -> None:
+        """What still arrives of them is dropped."""
+        for job in jobs:
+            del self._jobs[job.name]
             self._server.manager.abort_request(job.name)
-        if tasks:
-            await asyncio.wait(tasks)
+        if jobs:
+            self._result_of(asyncio.wait([self._tasks.pop(job.name) for job in jobs]))
+        self._ended = [(job, end) for job, end in self._ended if job.name in self._jobs]
 
-    async def _write(self, loads: Loads) -> None:
+    # ---- weights and memory ---------------------------------------------------------------------------------------
+
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int, last: bool) -> None:
+        self._result_of(self._load(tensors, str(version) if last else None))
+
+    async def _load(self, tensors: Mapping[str, torch.Tensor], last_of: str | None) -> None:
         from sglang.srt.managers import io_struct
+        from sglang.srt.utils import MultiprocessingSerializer
 
-        if not self._session:
-            self._session = True
+        if not self._paused:
+            self._paused = True
             await self._server.manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
             if self._server.has_sessions:
-                _check_success(
-                    await self._server.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
-                )
-        for tensors, last in loads:
-            await self._send(tensors, last)
+                _check(await self._server.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
+        copies = [(name, tensor.detach().clone()) for name, tensor in tensors.items()]  # shared with the child process
+        ranks = range(self._options.tensor_parallel)  # each rank opens its own handle
+        update = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(copies) for _ in ranks],
+            flush_cache=last_of is not None,
+            weight_version=last_of,
+        )
+        _check(await self._server.manager.update_weights_from_tensor(update, None))
 
-    async def _end_load(self) -> None:
+    def finish_load(self) -> Collection[Job]:
+        self._result_of(self._finish_load())
+        return ()
+
+    async def _finish_load(self) -> None:
         from sglang.srt.managers import io_struct
 
-        self._loads.append(self.version)
         if self._server.has_sessions:
-            _check_success(await self._server.manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
+            _check(await self._server.manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
         states = self._server.manager.rid_to_state
         while any(states[name].out_list for name in self._jobs if name in states):
             await asyncio.sleep(0)  # SGLang joins unread chunks; chunks of two loads must not be joined
         await self._server.manager.continue_generation(io_struct.ContinueGenerationReqInput())
-        self._session = False
-        self._admit()
+        self._paused = False
 
-    async def _send(self, tensors: Mapping[str, torch.Tensor], last: bool) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        copies = [(name, tensor.detach().clone()) for name, tensor in tensors.items()]  # shared with the child process
-        ranks = range(self._options.tensor_parallel)  # each rank opens its own handle
-        update = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(copies) for _ in ranks],
-            flush_cache=last,
-            weight_version=str(len(self._loads)) if last else None,
-        )
-        _check_success(await self._server.manager.update_weights_from_tensor(update, None))
-
-    async def _free(self, level: int) -> float:
+    def free(self, level: int) -> float:
         """Level 1 frees the KV cache, level 2 also the weights. No effect on CPU or without options.sleep."""
-        before = free_gpu()
-        self._memory.sleep(level)  # first: requests that arrive during the release must queue
-        await self._change_memory("release", MEMORY if level == 2 else MEMORY[1:])
+        before, self._freed = free_gpu(), MEMORY if level == 2 else MEMORY[1:]
+        self._result_of(self._change_memory("release", self._freed))
         return (free_gpu() - before) / GIB
 
-    async def _allocate(self, tags: Sequence[str]) -> float:
+    def allocate(self, tags: Sequence[str]) -> float:
         before = free_gpu()
-        not_freed = () if self._memory.weights_dropped else ("weights",)
-        await self._change_memory("resume", [tag for tag in tags if tag not in not_freed])
+        self._result_of(self._change_memory("resume", [tag for tag in tags if tag in self._freed]))
         return (before - free_gpu()) / GIB
-
-    async def _wake(self, tags: Sequence[str]) -> MemoryChange:
-        change = await super()._wake(tags)
-        self._admit()
-        return change
 
     async def _change_memory(self, action: Literal["release", "resume"], tags: Sequence[str]) -> None:
         from sglang.srt.managers import io_struct
@@ -347,7 +288,7 @@ def _signed(key: int) -> int:
     return key - 2**64 if key >= 2**63 else key
 
 
-def _check_success(result: tuple[bool, str]) -> None:
+def _check(result: tuple[bool, str]) -> None:
     done, message = result
     if not done:
         raise RuntimeError(f"SGLang reported an error: {message}")

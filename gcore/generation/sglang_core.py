@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore.generation.decoding import SamplingRows, sample
+from gcore.config.engines import DEFAULT_ENGINE
+from gcore.generation.decoding import RowTable, sample
 from gcore.generation.sleep import GIB
 from gcore.generation.spec import LibraryOptions
 from gcore.types import UserError
@@ -101,8 +102,8 @@ def _front_class(child: Child, processes: list[Any]) -> Any:
     try:
         from sglang.srt.entrypoints.engine import Engine
     except (ImportError, RuntimeError, OSError) as error:
-        message = f"generation.engine: sglang cannot be imported ({error}); see docs/engines.md, or use embedded"
-        raise UserError(message) from error
+        message = f"sglang cannot be imported ({error}); see docs/engines.md, or use {DEFAULT_ENGINE}"
+        raise UserError(f"generation.engine: {message}") from error
 
     class Front(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(child)
@@ -284,7 +285,7 @@ def _sample_as_embedded() -> None:
     def sample_rows(self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, plain: bool) -> Any:
         if plain and info.sampling_seed is None:
             return draw(self, probs, info, positions, plain)
-        n, rows = len(probs), SamplingRows(len(probs))
+        n, rows = len(probs), RowTable(len(probs))
         top_k = info.top_ks.cpu().numpy()
         rows.top_k[:], rows.top_p[:] = np.where(top_k < probs.shape[-1], top_k, 0), info.top_ps.cpu().numpy()
         if info.sampling_seed is None:

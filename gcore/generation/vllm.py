@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from gcore.config.engines import engines_taking
 from gcore.content.tokens import tokens_of
-from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
+from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sleep import GIB, SleepState, free_gpu
@@ -67,9 +68,7 @@ class VllmEngine(SteppedEngine):
         super().__init__(VllmBackend(folder, options), tracer)
 
 
-class VllmBackend:
-    """Implements DecodeBackend."""
-
+class VllmBackend(DecodeBackend):
     compute_lock: AbstractContextManager[Any] = _PROCESS_LOCK
 
     def __init__(self, folder: Path, options: VllmOptions) -> None:
@@ -77,14 +76,11 @@ class VllmBackend:
         self.core: Any = None
         self._runs: DecodeRuns | None = None
         self._jobs: dict[str, Job] = {}  # by request id in the core
+        self.jobs = self._jobs.values()
         self._num_added = self._num_loads = 0
         self._never: dict[int, float] = {}  # tokens that stand for features of images, as logit biases
         self._steps_without_admission = 0
         self._vocabulary, self._accepts_images, self._frees, self.can_truncate = 0, False, False, False
-
-    @property
-    def jobs(self) -> Collection[Job]:
-        return self._jobs.values()
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
         options = self.options
@@ -122,7 +118,7 @@ class VllmBackend:
         if tokens_of(request.content).step_media or any(medium.kind != "image" for medium in media):
             raise UserError(
                 "an engine request has a video or an image after the prompt; vLLM gets only images of prompts here "
-                "(key: generation.engine=embedded)"
+                f"(key: generation.engine={engines_taking('video')})"
             )
         if (request.params.top_k or request.params.top_p < 1) and not self.can_truncate:
             raise UserError(
@@ -173,15 +169,20 @@ class VllmBackend:
             logit_bias=self._never or None,
             detokenize=False,
         )
-        self._num_added += 1
-        job.name = f"{self._num_added}"
-        prompt = {"prompt_token_ids": job.content.short_T.tolist(), "cache_salt": f"{self._num_loads}"}
-        rest = {"supported_tasks": self.core.get_supported_tasks(), "priority": request.priority}
-        process = self.core.input_processor.process_inputs
-        if job.content.media:
-            process = partial(with_images, process, request, self.options.max_length)
-        self.core.engine_core.add_request(process(job.name, prompt, sampling, **rest))
+        job.name = self._submit(request, sampling)
         self._jobs[job.name] = job
+
+    def _submit(self, request: Request, sampling: Any) -> str:
+        """Returns its id in the core."""
+        content, process = tokens_of(request.content), self.core.input_processor.process_inputs
+        if content.media:
+            process = partial(with_images, process, request, self.options.max_length)
+        self._num_added += 1
+        name, tasks = f"{self._num_added}", self.core.get_supported_tasks()
+        prompt = {"prompt_token_ids": content.short_T.tolist(), "cache_salt": f"{self._num_loads}"}
+        added = process(name, prompt, sampling, supported_tasks=tasks, priority=request.priority)
+        self.core.engine_core.add_request(added)
+        return name
 
     def step(self) -> Step:
         if self._runs is not None:
@@ -212,17 +213,8 @@ class VllmBackend:
         if self._jobs:
             raise UserError("this engine of vLLM generates; expected an engine of its own for requests to score")
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-        sizes, logprobs = dict[str, int](), dict[str, Floats]()
-        tasks = self.core.get_supported_tasks()
-        for request in requests:
-            content = tokens_of(request.content)
-            self._num_added += 1
-            name = f"{self._num_added}"
-            prompt = {"prompt_token_ids": content.tokens_T.tolist(), "cache_salt": f"{self._num_loads}"}
-            process = self.core.input_processor.process_inputs
-            self.core.engine_core.add_request(process(name, prompt, params, supported_tasks=tasks))
-            sizes[name] = content.num_steps
-        running = set(sizes)
+        sizes = {self._submit(request, params): request.content.num_steps for request in requests}
+        running, logprobs = set(sizes), dict[str, Floats]()
         while running:
             for output in self.core.engine_core.get_output().outputs:
                 if output.new_prompt_logprobs_tensors is not None:  # of all tokens but the first
@@ -253,7 +245,7 @@ class VllmBackend:
 
     # ---- weights and memory ---------------------------------------------------------------------------------------
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int, last: bool) -> None:
         self.core.collective_rpc(reload_packed if is_cpu() else load_in_place, args=(list(tensors.items()),))
 
     def finish_load(self) -> Collection[Job]:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from gcore.config.engines import DEFAULT_ENGINE
 from gcore.content.families import FAMILIES
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
@@ -68,7 +69,9 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
-        raise UserError(f"generation.engine: vllm cannot be imported ({error}); install it, or use embedded") from error
+        raise UserError(
+            f"generation.engine: vllm cannot be imported ({error}); install it, or use {DEFAULT_ENGINE}"
+        ) from error
 
     platform: dict[str, Any] = {"gpu_memory_utilization": options.memory_fraction, "enforce_eager": options.eager}
     if is_cpu():
@@ -243,7 +246,7 @@ def with_images(
         raise ValueError(
             f"vLLM expands {len(content.media)} images to {len(expanded.prompt_token_ids)} tokens, the processor to "
             f"{content.size}, or to others; expected the same ones: the trainer would see another prompt "
-            "(use generation.engine=embedded)"
+            f"(use generation.engine={DEFAULT_ENGINE})"
         )
     length, max_tokens = len(expanded.prompt_token_ids), request.params.max_tokens
     if length + max_tokens > max_length:

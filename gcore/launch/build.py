@@ -99,11 +99,10 @@ def _engine_spec(
         serving,
         max_length,
         seed=config.run.seed,
-        device=config.device_of(serving),
+        device=config.training.device,
         index=rendezvous.rank,
         load_tokenizer=load_tokenizer,
         trace=trace_folder(config),
-        threads=plan.engine_threads,
         memory_fraction=serving.gpu_memory_utilization / (plan.engines_per_gpu if is_policy else 1),
         sleeps=bool(plan.sleep_level) and (is_policy or plan.grid is not None),
         restarts=config.runtime == "ray",
@@ -121,16 +120,11 @@ def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous)
     from gcore.prompts.tokenizer import with_padding
     from gcore.rewarding.scalar import ScalarModel
 
-    device = pick_device(config.device_of(spec), rendezvous.rank)
+    device = pick_device(config.training.device, rendezvous.rank)
     tokenizer = with_padding(load_tokenizer(spec.model, f"rewards.models.{index}.model"), spec.model)
     dtype = pick_dtype(spec.dtype, device)
     network = load_scorer(spec.model, config.run.seed, dtype, device, tokenizer=tokenizer)
-    return ScalarModel(
-        network,
-        max_tokens_per_batch=spec.max_tokens_per_batch,
-        threads=plan.engine_threads,
-        tracer=Tracer(trace_folder(config), name),
-    )
+    return ScalarModel(network, tracer=Tracer(trace_folder(config), name))
 
 
 # ---- every process --------------------------------------------------------------------------------------------------

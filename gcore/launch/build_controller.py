@@ -17,7 +17,7 @@ from gcore.controller.services import Services
 from gcore.controller.status import LiveStatus
 from gcore.generation.pool import EnginePool
 from gcore.launch.build import Roles, arm_faults, quiet, trace_folder
-from gcore.launch.build_rewarder import build_rewarder
+from gcore.launch.build_rewarder import build_rewarder, engine_pool
 from gcore.launch.gpu_assignment import CRITIC, TRAINER
 from gcore.launch.plan import Plan, first_split
 from gcore.launch.user_code import load_filter, load_workflow, make_scoring
@@ -63,15 +63,8 @@ def make_services(config: Config, plan: Plan, roles: Roles, group: Group) -> Ser
     kind = kind_of(config, config.run.folder / MEDIA)
     modality, eval_modality = kind.modalities()
     status = LiveStatus(group.rank, Tracer(trace_folder(config), f"controller-{group.rank}"))
-    pool = EnginePool.for_controller(
-        roles.engines,
-        group.rank,
-        group.size,
-        config.generation.max_concurrent,
-        roam=plan.grid is not None,
-        nodes=plan.nodes_of_pool("engine"),
-        per_call=config.sampling.samples_per_prompt,
-    )
+    per_call = config.sampling.samples_per_prompt
+    pool = engine_pool(plan, group.rank, "engine", roles.engines, config.generation, per_call=per_call)
     rewarder = build_rewarder(config, plan, roles, group.rank)
     links = (
         Links(group.rank, plan.nodes_of_pool(TRAINER)),
@@ -131,7 +124,6 @@ def _make_placer(
         switches,
         group,
         Monitor(plan.grid, {role: spec.max_concurrent for role, spec in serving.items()}),
-        poll_interval_s=config.placement.poll_interval_s,
         timeout_s=config.run.hang_s,
         note=status.note,
     )

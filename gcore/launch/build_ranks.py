@@ -61,7 +61,7 @@ def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer:
     config, dtype = plan_critic_memory(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
     critic = new_critic(config, load_tokenizer(config.model), config.max_length)
     make = partial(FsdpBackend, config, {"critic": critic}, device, dtype, plan.critic_shard)
-    return TrainerRank(config, make, rendezvous.rank, plan.critic_threads, Tracer(trace_folder(config), name))
+    return TrainerRank(config, make, rendezvous.rank, plan.trainer_threads, Tracer(trace_folder(config), name))
 
 
 def _join(config: Config, rendezvous: Rendezvous) -> tuple[torch.device, float]:
@@ -85,7 +85,7 @@ def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Ren
     from gcore.weights.broadcast import BroadcastSender
     from gcore.weights.publisher import WeightPublisher, choose_method
 
-    engine_device = pick_device(config.device_of(config.generation))
+    engine_device = pick_device(config.training.device)
     on_gpu = device.type == engine_device.type == "cuda"
     same_gpu, one_process = plan.gpu_assignment.engines_share_gpus, rendezvous.address is None
     method = choose_method(config.placement, one_process=one_process, on_gpu=on_gpu, same_gpu=same_gpu)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gcore.clients import EngineClient
+from gcore.config.base import Serving
 from gcore.config.judges import RemoteJudge, Teacher
 from gcore.config.tree import Config
 from gcore.content.base import Content
@@ -47,15 +49,7 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> W
         replicas = roles.scorers.get(spec.name, ())
         scorers[spec.name] = ScorerPool(replicas, Router(len(replicas), (rank, plan.controllers)))
     judges = {
-        spec.name: EnginePool.for_controller(
-            roles.judges.get(spec.name, ()),
-            rank,
-            plan.controllers,
-            spec.max_concurrent,
-            roam=plan.grid is not None,
-            role=spec.name,
-            nodes=plan.nodes_of_pool(f"judge-{spec.name}"),
-        )
+        spec.name: engine_pool(plan, rank, f"judge-{spec.name}", roles.judges.get(spec.name, ()), spec, spec.name)
         for spec in rewards.engine_judges
     }
     sources += [_scalar_source(config, i, scorers[spec.name]) for i, spec in enumerate(rewards.models)]
@@ -63,6 +57,15 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> W
     sources += [HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)]
     least = least_siblings(config) if rewards.unscored == "drop_sample" else None
     return WeightedRewarder(sources, pools=[*scorers.values(), *judges.values()], least_scored=least)
+
+
+def engine_pool(
+    plan: Plan, rank: int, kind: str, engines: Sequence[EngineClient], spec: Serving, role: str = "", per_call: int = 1
+) -> EnginePool:
+    """A controller's pool of the policy's engines, or of those of a judge. `kind`: of their processes."""
+    nodes, roam = plan.nodes_of_pool(kind), plan.grid is not None
+    most = spec.max_concurrent
+    return EnginePool.for_controller(engines, rank, plan.controllers, most, roam, role, nodes, per_call)
 
 
 def _scalar_source(config: Config, index: int, pool: ScorerPool) -> Source:

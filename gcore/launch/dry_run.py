@@ -90,7 +90,7 @@ def dry_run(config: Config) -> None:
 def _decoding(config: Config, plan: Plan) -> str:
     """How often the scheduler of an engine is called on a GPU."""
     generation = config.generation
-    if not generation.traits.decode_steps or not plan.gpus or "cpu" in (generation.device, config.training.device):
+    if not generation.traits.decode_steps or not plan.gpus or config.training.device == "cpu":
         return ""
     library = generation.traits.library
     if generation.tensor_parallel > 1:
@@ -110,10 +110,8 @@ def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -
         _print(_labelled(label, f"{title:<10} {_one_line(rollout.text)}"))
     # functions always run in a worker, which enforces the timeout; a local run would call them in threads
     workers = max(1, plan.reward_workers) if config.rewards.functions else 0
-    unlogged = config.observe.model_copy(update={"logs": False})  # do not create the run's folder
-    rewarder = build_rewarder(
-        config.model_copy(update={"observe": unlogged}), replace(plan, reward_workers=workers), Roles()
-    )
+    unlogged = config.changed("observe", logs=False)  # do not create the run's folder
+    rewarder = build_rewarder(unlogged, replace(plan, reward_workers=workers), Roles())
     try:
         called = [*(spec.name for spec in config.rewards.functions), *(spec.name for spec in config.rewards.http)]
         scores = asyncio.run(_score_all([rewarder.sources[name] for name in called], group))

@@ -55,7 +55,7 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[MemoryPart]:
     def served(what: str, count: int, key: str, model: Model, by: Serving | ScalarReward) -> MemoryPart:
         if isinstance(by, Serving) and by.emulated is not None:
             return part(what, count, key, EMULATED_MB, 0, idle=True)
-        width = 0 if plan.gpus and config.device_of(by) != "cpu" else 2 if by.dtype == "bfloat16" else 4
+        width = 0 if plan.gpus and config.training.device != "cpu" else 2 if by.dtype == "bfloat16" else 4
         return part(what, count, key, ENGINE_MB, num_parameters(model) * width / 2**20)
 
     def key(own: str) -> str:
@@ -162,8 +162,8 @@ def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
     if config.algorithm.estimator.critic and not config.critic_ranks:
         critic = num_parameters(config.critic.model or config.model) / sharing
         state |= {"critic": 4 * critic, "critic moments": 8 * critic, "critic gradients": 4 * critic}
-    ranks = len(plan.role_nodes.get("trainer", ())) or plan.trainers  # of all nodes
-    return _held_and_copied(config, plan, state, (*saved, "critic", "critic moments"), ranks / sharing)
+    copies = plan.topology.ranks / sharing  # on all nodes
+    return _held_and_copied(config, plan, state, (*saved, "critic", "critic moments"), copies)
 
 
 def _critic_mb(config: Config, plan: Plan) -> tuple[float, float]:

@@ -66,7 +66,7 @@ def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> M
     if training.emulated is not None:
         return MemoryPlan(config)
     if not plan.gpus:
-        return MemoryPlan(with_keys(config, training.activation_checkpointing is True, "none"))
+        return MemoryPlan(_without_auto(config).changed("training", offload="none"))
     if gpu_bytes is None and (gpu_bytes := detect_gpu_bytes()) is None:
         return MemoryPlan(config, note=_unplanned(config))
     if config.critic_ranks:
@@ -90,7 +90,7 @@ def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> M
             f"GPU memory is close to its limit: {_needed(choice)}; if it runs out of memory, "
             f"{_advice(config, choice, free)}"
         )
-    return MemoryPlan(with_keys(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
+    return MemoryPlan(_chosen(config, choice), choice, note)
 
 
 def _plan_activations(config: Config, activations: float, gpu_bytes: float) -> MemoryPlan:
@@ -101,7 +101,7 @@ def _plan_activations(config: Config, activations: float, gpu_bytes: float) -> M
         return MemoryPlan(config)
     recompute = activations > ACTIVATION_SHARE * gpu_bytes
     note = f"a sample needs {activations / GB:.1f} GB of activations without training.activation_checkpointing"
-    return MemoryPlan(with_keys(config, recompute, config.training.offload), note=note)
+    return MemoryPlan(config.changed("training", activation_checkpointing=recompute), note=note)
 
 
 def _plan_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> MemoryPlan:
@@ -125,7 +125,7 @@ def _plan_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
             "lower generation.gpu_memory_utilization, or placement.mode=disaggregated"
         )
     note = f"GPU memory is close to its limit: {text}" if needed > COMFORTABLE * gpu_bytes else ""
-    return MemoryPlan(with_keys(config, recompute, "none"), note=note)
+    return MemoryPlan(config.changed("training", activation_checkpointing=recompute, offload="none"), note=note)
 
 
 def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
@@ -173,7 +173,7 @@ def plan_critic_memory(config: Config, plan: Plan, gpu_bytes: float) -> Config:
             f"the critic does not fit on its GPUs: {_needed(choice)}; raise placement.critic.ranks, or lower "
             "training.max_tokens_per_gpu"
         )
-    return with_keys(config, choice.rank.checkpointing, choice.rank.offload)
+    return _chosen(config, choice)
 
 
 def critic_shape(config: Config, policy: Shape) -> Shape | None:
@@ -334,17 +334,16 @@ def _unplanned(config: Config) -> str:
 def _without_auto(config: Config) -> Config:
     """Without recomputation and off-load, where the recipe does not ask for them."""
     checkpointing, offload = config.training.activation_checkpointing, config.training.offload
-    return with_keys(config, checkpointing is True, "none" if offload == "auto" else offload)
+    offload = "none" if offload == "auto" else offload
+    return config.changed("training", activation_checkpointing=checkpointing is True, offload=offload)
 
 
-def with_keys(config: Config, checkpointing: bool | str, offload: str) -> Config:
-    """With these values of training.activation_checkpointing and training.offload."""
-    changes = {"activation_checkpointing": checkpointing, "offload": offload}
-    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+def _chosen(config: Config, choice: Choice) -> Config:
+    return config.changed("training", activation_checkpointing=choice.rank.checkpointing, offload=choice.rank.offload)
 
 
 def _uses_gpu(config: Config, by: Serving | ScalarReward) -> bool:
-    return config.device_of(by) != "cpu" and not (isinstance(by, Serving) and by.emulated is not None)
+    return config.training.device != "cpu" and not (isinstance(by, Serving) and by.emulated is not None)
 
 
 def _awake(config: Config, serving: Serving, parameters: int, gpu_bytes: float) -> float:

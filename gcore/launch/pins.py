@@ -17,7 +17,7 @@ from typing import Any
 from gcore.config.base import Model, Section
 from gcore.config.data import Dataset
 from gcore.config.judges import ServedJudge
-from gcore.config.load import parse_yaml
+from gcore.config.load import read_tree
 from gcore.config.tree import Config
 from gcore.hub import is_id, model_folder, pin_model
 from gcore.prompts.stored import pin_rows
@@ -146,7 +146,7 @@ def _with_commits_of_resumed_run(config: Config) -> Config:
     if resume == "never" or not os.access(file, os.R_OK):
         return config
     tree = config.model_dump(exclude_unset=True)
-    _copy_revisions(parse_yaml(file.read_text()), tree)
+    _copy_revisions(read_tree(file), tree)
     return Config.model_validate(tree)
 
 

@@ -28,14 +28,13 @@ MAX_AUTO = 4  # processes of a role per node on CPU; more would only cost memory
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan(controllers=2, engines=2, engine_threads=1, trainers=2, trainer_threads=1, shard=1,
+    """Plan(controllers=2, engines=2, trainers=2, trainer_threads=1, shard=1,
     nodes=(Machine(cores=2, gpus=0),), role_nodes={"engine": (0, 0), "trainer": (0, 0), "controller": (0, 0)}, ...)"""
 
     controllers: int
     engines: int
-    engine_threads: int
     trainers: int
-    trainer_threads: int
+    trainer_threads: int  # of each trainer and critic rank; engines and scorers have one
     topology: Topology  # how trainer ranks divide the model
     shard: int  # data-parallel ranks that share one copy of the weights
     gpus: int
@@ -44,7 +43,6 @@ class Plan:
     scorers: dict[str, int] = field(default_factory=dict)  # name -> replicas of the scalar model
     critics: int = 0  # ranks of a critic that has its own
     critic_shard: int = 1  # of them, those that share one copy of the weights
-    critic_threads: int = 1
     sleep_level: int = 0  # of the policy's engines while the trainer works; 0: they do not sleep
     grid: DeviceGrid | None = None  # slots that roles share; None: every role keeps its devices
     gpu_assignment: GpuAssignment = field(default_factory=GpuAssignment)  # GPUs of each replica
@@ -89,12 +87,12 @@ class Plan:
             f" micro-batches of at most {config.training.max_tokens_per_gpu:,} tokens per rank",
             f"run          {steps} steps = {steps * prompts:,} {'rows' if config.is_offline else 'prompts'},"
             f" {steps * samples:,} samples",
-            f"processes    1 driver, {self.controllers} controller(s), {self.engines} engine(s) x {self.engine_threads}"
+            f"processes    1 driver, {self.controllers} controller(s), {self.engines} engine(s) x 1"
             f" thread(s), {self.trainers} trainer rank(s) x {self.trainer_threads} thread(s)"
             + (f" in tensor-parallel groups of {self.topology.tensor}" if self.topology.tensor > 1 else "")
             + (f", pipeline of {self.topology.pipeline} stages" if self.topology.pipeline > 1 else "")
             + (f", experts divided by {self.topology.expert}" if self.topology.expert > 1 else "")
-            + (f", {self.critics} critic rank(s) x {self.critic_threads} thread(s)" if self.critics else "")
+            + (f", {self.critics} critic rank(s) x {self.trainer_threads} thread(s)" if self.critics else "")
             + "".join(f", {count} x judge {name}" for name, count in self.judges.items())
             + "".join(f", {count} x scorer {name}" for name, count in self.scorers.items())
             + (f", {self.reward_workers} reward worker(s) per controller" if self.reward_workers else "")
@@ -184,7 +182,7 @@ def make_plan(config: Config, machines: Cluster | Machine) -> Plan:
         judges = dict(zip(judges, judge_counts, strict=True))
     counts = {"engine": engines, **{f"judge-{name}": count for name, count in judges.items()}}
     counts |= {**{f"scorer-{name}": count for name, count in scorers.items()}, TRAINER: ranks}
-    critic_shard, critic_threads = config.placement.critic.shard, config.placement.critic.threads
+    critic_shard = config.placement.critic.shard
     if critics := config.critic_ranks:
         counts[CRITIC] = critics
         if gpus and not is_separate:
@@ -198,14 +196,12 @@ def make_plan(config: Config, machines: Cluster | Machine) -> Plan:
     return Plan(
         controllers=controllers,
         engines=engines,
-        engine_threads=policy.threads if policy.threads != "auto" else 1,
         trainers=ranks,
         trainer_threads=trainer.threads if trainer.threads != "auto" else train_threads,
         topology=topology,
         shard=shard,
         critics=critics,
         critic_shard=critic_shard if critic_shard != "auto" else (max(1, critics) if gpus else 1),
-        critic_threads=critic_threads if critic_threads != "auto" else train_threads,
         gpus=gpus if is_separate else len(assigned.bundles),
         reward_workers=_reward_workers(config, cluster, role_nodes["controller"]),
         sleep_level=_sleep_level(config, any(node.gpus for node in nodes)),
@@ -281,7 +277,7 @@ def _sleep_level(config: Config, has_gpus: bool) -> int:
         return 0
     if level != "auto":
         return level
-    on_gpu = has_gpus and config.device_of(config.generation) != "cpu"
+    on_gpu = has_gpus and config.training.device != "cpu"
     return (1 if config.model.lora else 2) if on_gpu else 0  # adapters need the base weights, which level 1 keeps
 
 

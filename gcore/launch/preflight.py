@@ -26,6 +26,7 @@ from gcore.checkpoint.remote import Remote
 from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
 from gcore.config.data import Dataset
+from gcore.config.engines import DEFAULT_ENGINE
 from gcore.config.judges import RemoteJudge
 from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
@@ -214,7 +215,7 @@ def _packages(config: Config) -> None:
         if traits.packages and importlib.util.find_spec(traits.packages[0]) is None:
             raise UserError(
                 f"{key}.engine={serving.engine}: {traits.library} is not installed (see docs/engines.md), or use "
-                "engine=embedded"
+                f"engine={DEFAULT_ENGINE}"
             )
 
 
@@ -231,33 +232,24 @@ def _sizes(config: Config, plan: Plan, trains: bool) -> list[str]:
 
 
 def _devices(config: Config, plan: Plan) -> None:
-    """If a key says `cuda`, the machine has a GPU and PyTorch was built for CUDA. On a cluster the nodes have GPUs."""
-    keys = _on_cuda(config)
-    if not keys:
+    """With `cuda`, the machine has a GPU and PyTorch was built for CUDA. On a cluster the nodes have GPUs."""
+    if config.training.device != "cuda":
         return
+    key, advice = "training.device=cuda", "use training.device=cpu (or auto)"
     if Cluster(plan.nodes).is_joined:
         if not any(node.gpus for node in plan.nodes):
-            raise UserError(f"{keys[0]}=cuda: no node of the Ray cluster has a GPU; use {keys[0]}=cpu (or auto)")
+            raise UserError(f"{key}: no node of the Ray cluster has a GPU; {advice}")
         return
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or not any(any(Path("/dev").glob(name)) for name in ACCELERATORS):
         why = "CUDA_VISIBLE_DEVICES hides all GPUs" if hidden else "this machine has no GPU"
-        raise UserError(f"{keys[0]}=cuda: {why}; use {keys[0]}=cpu (or auto)")
+        raise UserError(f"{key}: {why}; {advice}")
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return
     if version.endswith("+cpu"):
-        raise UserError(f"{keys[0]}=cuda: PyTorch {version} is built only for CPUs; use {keys[0]}=cpu (or auto)")
-
-
-def _on_cuda(config: Config) -> list[str]:
-    """The keys that are set to `cuda`."""
-    rewards = config.rewards
-    devices = {"training.device": config.training.device, "generation.device": config.generation.device}
-    devices |= {f"{key}.device": judge.device for key, judge in rewards.engine_judges_by_key.items()}
-    devices |= {f"rewards.models.{i}.device": scorer.device for i, scorer in enumerate(rewards.models)}
-    return [key for key, device in devices.items() if device == "cuda"]
+        raise UserError(f"{key}: PyTorch {version} is built only for CPUs; {advice}")
 
 
 def _open(
@@ -333,7 +325,7 @@ def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) ->
     finally:
         rewarder.close()
     kind.check_network()
-    if _on_cuda(config) and not Cluster(plan.nodes).is_joined:
+    if config.training.device == "cuda" and not Cluster(plan.nodes).is_joined:
         from gcore.models.networks import pick_device
 
         pick_device("cuda")

@@ -348,8 +348,16 @@ def _load(model: Model, max_length: int | None) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError) as error:
         raise _unloadable(model, error) from error
     _check_names(model, names["missing_keys"], names["unexpected_keys"])
+    _check_finite(model, network)
     loaded: PreTrainedModel = network
     return loaded
+
+
+def _check_finite(model: Model, network: PreTrainedModel) -> None:
+    """The answers of such a network are tokens like any other."""
+    for name, parameter in network.named_parameters():
+        if not torch.linalg.vector_norm(parameter.detach(), torch.inf).isfinite():
+            raise UserError(f"model.path={model.path}: {name} is NaN or infinite; expected a model with finite weights")
 
 
 def _check_names(model: Model, missing: Iterable[str], unexpected: Iterable[str]) -> None:
@@ -397,6 +405,7 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     missing = sorted(name for name in info["missing_keys"] if not new_head or name.startswith(body))
     if missing:
         raise UserError(f"{prefix}: has no weights for {missing[0]} ({len(missing)} missing in all)")
+    _check_finite(model, network)
     scorer: PreTrainedModel = network
     return scorer
 

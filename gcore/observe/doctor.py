@@ -36,11 +36,12 @@ def doctor(gpus: int) -> int:
         print(f"  training    fsdp       {_torch(gpus)}")
         megatron = _version("megatron-core")
         print(f"  training    megatron   {f'ready: {megatron}' if megatron else 'not installed; see docs/megatron.md'}")
-        print("  generation  embedded   ready; for its models see docs/engines.md")
     for name, traits in ENGINES.items():
         if traits.packages:
             version = next(filter(None, map(_version, traits.packages)), None)
             print(f"  generation  {name:10} {f'ready: {version}' if version else 'not installed; see docs/engines.md'}")
+        elif traits.computes and "torch" not in missing:
+            print(f"  generation  {name:10} ready; for its models see docs/engines.md")
     sandbox = "ready" if shutil.which("bwrap") else "not installed; apt install bubblewrap"
     print(f"  rewarding   sandbox    {sandbox}")
     print(

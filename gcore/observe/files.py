@@ -1,5 +1,6 @@
-"""Files of a run that processes append lines to: metrics, samples, spans, placement.
+"""Files of a run: some get lines at their end (metrics, samples, spans, placement), others are replaced as a whole.
 
+None of them is written through a symbolic link, also not through one that was put there after the start of the run.
 A disk that is full or a share that is gone never ends a run by these files. The lines wait in memory until they can be
 written, the newest MAX_WAITING bytes of them. What is not written is said once per file: `take_notes`, for the
 progress view. A run with checkpoint.on_failure=stop asks `problem`.
@@ -13,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from gcore.observe.values import Row
 
@@ -45,7 +47,7 @@ class LineFile:
             self._waiting.pop(0)
         with told(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b", buffering=0) as file:
+            with open(self.path, "a+b", buffering=0, opener=no_link) as file:
                 end = file.seek(0, os.SEEK_END)
                 data = b"".join(self._waiting)
                 if self._is_new and end and os.pread(file.fileno(), 1, end - 1) != self._end:
@@ -69,6 +71,25 @@ class RecordFile(LineFile):
 
     def write(self, record: bytes) -> None:
         self._append([record])
+
+
+def no_link(path: str, flags: int) -> int:
+    """An opener: OSError for a symbolic link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Around the writing of a whole file: others see the old one or the new one. A link is replaced, not followed."""
+    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # a run that ends and `gcore report` may both write it
+    temp.unlink(missing_ok=True)  # of a killed process, or a link
+    try:
+        with open(temp, "xb") as file:
+            yield file
+        temp.replace(path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -107,7 +128,7 @@ def problem(folder: Path) -> str:
 
 def whole_lines(path: Path) -> Iterator[tuple[bytes, Row]]:
     """The lines of a file that are JSON objects, raw and parsed."""
-    if not path.exists():
+    if not path.is_file():
         return
     for line in path.read_bytes().split(b"\n"):
         if (row := parsed_line(line)) is not None:
@@ -127,7 +148,7 @@ def keep_lines(path: Path, stays: Callable[[Row], bool]) -> int:
     """Drops the other lines of a file that are JSON objects. Returns their number."""
     lines = list(whole_lines(path))
     kept = [line for line, row in lines if stays(row)]
-    if path.exists():
+    if path.is_file():
         replace_lines(path, kept)
     return len(lines) - len(kept)
 
@@ -135,12 +156,11 @@ def keep_lines(path: Path, stays: Callable[[Row], bool]) -> int:
 def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Replaces a file atomically: a kill leaves the old file or the new one."""
     data = b"".join(line + b"\n" for line in lines)
-    if path.read_bytes().startswith(data):  # as a rule; it needs no space, on a disk that may be full
-        os.truncate(path, len(data))
-        return
-    temp = path.with_name(path.name + ".tmp")
-    with temp.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temp.replace(path)
+    with open(path, "r+b", opener=no_link) as file:
+        if file.read().startswith(data):  # as a rule; it needs no space, on a disk that may be full
+            file.truncate(len(data))
+            return
+    with replacing(path) as new:
+        new.write(data)
+        new.flush()
+        os.fsync(new.fileno())

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore.config.secrets import mask
+from gcore.observe.files import no_link
 
 MAX_BYTES = 20 << 20  # of one log
 CHECK_S = 0.2  # interval between checks of the size
@@ -45,7 +46,7 @@ class Log:
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.max_bytes = path, max_bytes
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.descriptor = no_link(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         weakref.finalize(self, os.close, self.descriptor)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"log {path.name}", daemon=True)
@@ -100,7 +101,7 @@ def trim(path: Path, max_bytes: int = MAX_BYTES) -> bool:
     """
     if path.stat().st_size <= max_bytes:
         return False
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=no_link) as file:
         head = file.read(max_bytes // 10)
         head = head[: head.rfind(b"\n") + 1] or head
         before = CUT.search(head + file.read(200))  # the note of an earlier cut
@@ -112,7 +113,7 @@ def trim(path: Path, max_bytes: int = MAX_BYTES) -> bool:
         cut += int(before[1].replace(b",", b"")) if before else 0
         file.truncate(len(head))
     note = f"--- {cut:,} bytes were cut here: a log holds at most {max_bytes:,} ---\n"
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=no_link) as file:
         file.write(note.encode() + tail)
     return True
 
@@ -149,7 +150,7 @@ class Masks:
         return sum(self._mask(path) for path in sorted(self._folder.glob("*.log"))) > 0
 
     def _mask(self, path: Path) -> bool:
-        with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
+        with contextlib.suppress(OSError), open(path, "r+b", buffering=0, opener=no_link) as file:
             size, done = os.fstat(file.fileno()).st_size, self._done.get(path, 0)
             if size == done:
                 return False

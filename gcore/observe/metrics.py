@@ -15,11 +15,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gcore.observe.files import LineFile, keep_lines, tell, told, whole_lines
+from gcore.observe.placement_log import FILE as PLACEMENT
+from gcore.observe.samples import sample_files
 from gcore.observe.trackers import Tracker, open_trackers
 from gcore.observe.values import Row, clean, kind, number, step_of
 
 if TYPE_CHECKING:
-    from gcore.config.observe import Observe
+    from gcore.config.run import Observe
 
 FILE = "metrics.jsonl"
 log = logging.getLogger(__name__)
@@ -73,11 +75,13 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def rewind(folder: Path, step: int, warm_start: int | None = None) -> int:
-    """Drops rows after `step`, before a resume writes them again. Returns the number of dropped rows.
+    """Drops what was written after `step`, before a resume writes it again. Returns the number of dropped rows.
 
     Rows of the warm start have their own step count. They all stay, unless the run resumes within the warm start,
-    after `warm_start` steps of it: then its later rows and all rows after the warm start are dropped.
+    after `warm_start` steps of it: then its later rows and everything after the warm start are dropped.
     """
+    for path in (*sample_files(folder), folder / PLACEMENT):
+        keep_lines(path, lambda row: warm_start is None and step_of(row) <= step)
 
     def stays(row: Row) -> bool:
         if warm_start is not None:

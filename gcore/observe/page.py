@@ -9,7 +9,6 @@ and the curves from the model's JSON, which is in the page, escaped. page.html f
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gcore.observe import page_samples
-from gcore.observe.files import told
+from gcore.observe.files import replacing, told
 from gcore.observe.histograms import histogram_charts
 from gcore.observe.page_data import RecordedMove, Recording, Segment, has_data, read_recording
 from gcore.observe.page_html import render, thinned_steps
@@ -85,10 +84,9 @@ def _name_denoising_steps(model: Model) -> None:
 
 
 def _write(target: Path, html: str) -> Path:
-    temp = target.with_name(f"{target.name}.{os.getpid()}.tmp")  # a run that ends writes the page too
     try:
-        temp.write_text(html, encoding="utf-8", errors="replace")
-        temp.replace(target)
+        with replacing(target) as file:
+            file.write(html.encode("utf-8", "replace"))
     except OSError as error:
         raise UserError(f"{target}: cannot be written ({error.strerror}), expected a file in a folder (-o)") from None
     return target

@@ -167,7 +167,7 @@ function update() {
   $("groups").replaceChildren();
   const answers = shown.reduce((sum, one) => sum + one.samples.length, 0);
   const total = model.groups.reduce((sum, g) => sum + g.samples.length, 0);
-  $("found").textContent = `${answers.toLocaleString("en")} of ${total.toLocaleString("en")} answers, to ${shown.length.toLocaleString("en")} of ${model.groups.length.toLocaleString("en")} prompts`;
+  $("matches").textContent = `${answers.toLocaleString("en")} of ${total.toLocaleString("en")} answers, to ${shown.length.toLocaleString("en")} of ${model.groups.length.toLocaleString("en")} prompts`;
   if (!shown.length) $("groups").append(element("p", { class: "card none" }, "No answer is like that."));
   more();
 }

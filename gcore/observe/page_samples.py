@@ -8,6 +8,7 @@ Texts of models and datasets are never markup: they are escaped JSON in the page
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ MAX_BYTES = 12_000_000  # of a page's data; above this, whole steps are omitted 
 
 def samples_page(folder: Path, report: str | None = None) -> str | None:
     """The page's HTML; None for a run without samples. `report`: the page to link back to."""
-    rows = with_pictures(thinned(read_samples(folder)), folder / FOLDER)
-    return render(PARTS, samples_model(rows, folder.resolve().name, report), ("parts", "groups")) if rows else None
+    if not (rows := read_samples(folder)):
+        return None
+    model = samples_model(rows, folder.resolve().name, report)
+    groups = with_pictures(model["groups"], folder / FOLDER)
+    return render(PARTS, {**model, "groups": groups}, ("parts", "groups"))
 
 
 def samples_model(rows: Sequence[Row], name: str, report: str | None = None) -> dict[str, Any]:
@@ -41,9 +45,9 @@ def samples_model(rows: Sequence[Row], name: str, report: str | None = None) -> 
 
 def thinned(rows: Sequence[Row]) -> list[Row]:
     """At most MAX_BYTES, but at least one step: every n-th step, complete."""
-    sizes: dict[int, int] = {}
+    sizes: Counter[int] = Counter()
     for row in rows:
-        sizes[step_of(row)] = sizes.get(step_of(row), 0) + len(json.dumps(row))
+        sizes[step_of(row)] += len(json.dumps(row))
     kept = thinned_steps(sizes, MAX_BYTES)
     return [row for row in rows if step_of(row) in kept]
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gcore.content.media import ArrayRef
-from gcore.observe.files import told
+from gcore.observe.files import replacing, told
 from gcore.observe.values import Row, step_of
 
 FOLDER = "pictures"
@@ -33,8 +33,8 @@ def keep(ref: ArrayRef, folder: Path) -> str:
     if not target.is_file():
         with told(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ref.path, partial := target.with_name(f"{target.name}.partial"))
-            partial.replace(target)
+            with open(ref.path, "rb") as picture, replacing(target) as file:
+                shutil.copyfileobj(picture, file)
     return target.name
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gcore.observe.files import LineFile, keep_lines, whole_lines
-from gcore.observe.values import number, step_of
+from gcore.observe.files import LineFile, whole_lines
+from gcore.observe.values import number
 
 FILE = "placement.jsonl"
 TIMES = ("start", "end", "at_s")
@@ -28,7 +28,7 @@ class PlacementLog:
         self._last_s: float | None = None  # time of the last line of the run that is continued
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Times in `lines`: of time.monotonic(). Call after `rewind_placement`."""
+        """Times in `lines`: of time.monotonic(). Call after `metrics.rewind`."""
         if self._last_s is None:
             times = (number(row, key) for _, row in whole_lines(self._path) for key in TIMES)
             self._last_s = max((at for at in times if at is not None), default=0.0)
@@ -38,8 +38,3 @@ class PlacementLog:
             return json.dumps({**line, **{key: round(line[key] - origin, 4) for key in TIMES if key in line}})
 
         self._file.append(map(written, lines))
-
-
-def rewind_placement(folder: Path, step: int, warm_start: int | None = None) -> None:
-    """Drops lines that a resume writes again, as metrics.rewind does; within the warm start, all of them."""
-    keep_lines(folder / FILE, lambda row: warm_start is None and step_of(row) <= step)

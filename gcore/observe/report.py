@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gcore.observe.files import replacing
 from gcore.observe.metrics import read_rows
 from gcore.observe.values import Row, count, duration, held_out_name, kind, number, numbers, stage_times, step_of
 
@@ -129,9 +130,8 @@ def plot_reward(folder: Path) -> Path | None:
     axes.margins(x=0.03, y=0.1)
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=9, labelcolor="#333333")
     path = folder / "reward.png"
-    temp = path.with_name("reward.tmp.png")
-    figure.savefig(temp)
-    temp.replace(path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
     return path
 
 

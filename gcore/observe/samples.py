@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from gcore.config.secrets import hide
 from gcore.content.media import ArrayRef
-from gcore.observe.files import LineFile, keep_lines, whole_lines
+from gcore.observe.files import LineFile, whole_lines
 from gcore.observe.pictures import keep, thumbnails
 from gcore.observe.values import Row, clean, step_of
 from gcore.types import Prompt, Scored
@@ -72,19 +72,13 @@ class SampleLog:
 
 def read_samples(folder: Path) -> list[Row]:
     """All logged groups, ordered by step and prompt. A line cut off by a kill is skipped."""
-    rows = [row for path in _files(folder) for _, row in whole_lines(path) if "samples" in row]
+    rows = [row for path in sample_files(folder) for _, row in whole_lines(path) if "samples" in row]
     return sorted(
         rows, key=lambda row: (step_of(row), row.get("phase") != "eval", row.get("set", ""), row.get("prompt", 0))
     )
 
 
-def rewind_samples(folder: Path, step: int, warm_start: int | None = None) -> None:
-    """Drops groups that a resume writes again, as metrics.rewind does; within the warm start, all of them."""
-    for path in _files(folder):
-        keep_lines(path, lambda row: warm_start is None and step_of(row) <= step)
-
-
-def _files(folder: Path) -> list[Path]:
+def sample_files(folder: Path) -> list[Path]:
     return sorted((folder / FOLDER).glob("controller-*.jsonl"))
 
 

@@ -9,8 +9,8 @@ A role only appends its spans. The merge assigns spans to rows, when the end of 
 from __future__ import annotations
 
 import heapq
+import io
 import json
-import os
 import re
 import threading
 import time
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gcore.observe.files import LineFile, parsed_line
+from gcore.observe.files import LineFile, parsed_line, replacing
 from gcore.observe.values import clean
 
 FLUSH_EVENTS = 1000
@@ -53,10 +53,6 @@ class Tracer:
         finally:
             # The length is measured by the monotonic clock, because the system clock may be adjusted.
             self._add(name, start, start + time.perf_counter_ns() - started, lane, args)
-
-    def span_at(self, name: str, start_s: float, end_s: float, *, lane: str = MAIN, **args: Any) -> None:
-        """Adds a span measured by the caller, in seconds of time.time()."""
-        self._add(name, round(start_s * 1e9), round(end_s * 1e9), lane, args)
 
     def _add(self, name: str, start_ns: int, end_ns: int, lane: str, args: dict[str, Any]) -> None:
         if self._file is None:
@@ -92,8 +88,7 @@ def merge_traces(folder: Path) -> Path | None:
         return None
     if target.exists() and all(path.stat().st_mtime_ns < target.stat().st_mtime_ns for path in paths):
         return target
-    temp = target.with_name(f"trace.json.{os.getpid()}.tmp")  # a run that ends and `gcore report` may write it
-    with temp.open("w") as file:
+    with replacing(target) as binary, io.TextIOWrapper(binary, "utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
         for pid, path in enumerate(paths, start=1):
@@ -101,7 +96,6 @@ def merge_traces(folder: Path) -> Path | None:
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
         file.write("\n]}\n")
-    temp.replace(target)
     return target
 
 
@@ -116,7 +110,8 @@ def spans_of(folder: Path) -> Iterator[tuple[str, Event]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted((folder / "trace").glob("*.jsonl"), key=lambda path: _rank(path.stem))
+    found = (path for path in (folder / "trace").glob("*.jsonl") if path.is_file())
+    return sorted(found, key=lambda path: _rank(path.stem))
 
 
 def _earliest(paths: Sequence[Path]) -> int | None:

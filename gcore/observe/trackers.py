@@ -10,15 +10,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcore.observe.files import RecordFile
+from gcore.config.leaves import leaves_of
+from gcore.observe.files import RecordFile, replacing
 from gcore.types import UserError
 
 if TYPE_CHECKING:
-    from gcore.config.observe import Observe
+    from gcore.config.run import Observe
 
 _numbers = itertools.count()  # of event files of this process
 IDS = "trackers.json"  # ids of the remote runs, so that a resumed run continues the same one
@@ -41,14 +42,12 @@ def open_trackers(
 ) -> list[Tracker]:
     """`last_step` is the newest logged step if a run resumes, None for a new run."""
     check_trackers(observe)
-    trackers: list[Tracker] = []
-    if "tensorboard" in observe.trackers:
-        trackers.append(TensorBoard(folder / "tensorboard", last_step))
-    if "wandb" in observe.trackers:
-        trackers.append(Wandb(folder, run_name, config))
-    if "mlflow" in observe.trackers:
-        trackers.append(MLflow(folder, run_name, config))
-    return trackers
+    make: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(folder / "tensorboard", last_step),
+        "wandb": lambda: Wandb(folder, run_name, config),
+        "mlflow": lambda: MLflow(folder, run_name, config),
+    }
+    return [make[name]() for name in observe.trackers]
 
 
 class TensorBoard:
@@ -126,7 +125,7 @@ class MLflow:
         run = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run_name)
         _keep_id(folder, "mlflow", run.info.run_id)
         if known is None:  # parameters of an existing run cannot be changed
-            params = ((key, str(value)[:PARAM_LENGTH]) for key, value in _leaves(config))
+            params = ((key, str(value)[:PARAM_LENGTH]) for key, value in leaves_of(config))
             while some := dict(itertools.islice(params, PARAMS_AT_ONCE)):
                 self._mlflow.log_params(some)
 
@@ -155,20 +154,15 @@ def _installed(name: str) -> bool:
 
 
 def _known_ids(folder: Path) -> dict[str, str]:
-    path = folder / IDS
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    """Empty if the file is damaged: the run continues as a new one there."""
+    try:
+        return dict(json.loads((folder / IDS).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _keep_id(folder: Path, name: str, run_id: str) -> None:
     path = folder / IDS
-    temp = path.with_name(path.name + ".tmp")
-    temp.write_text(json.dumps({**_known_ids(folder), name: run_id}))
-    temp.replace(path)
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    ids = {**_known_ids(folder), name: run_id}
+    with replacing(path) as file:
+        file.write(json.dumps(ids).encode())

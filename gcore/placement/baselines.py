@@ -45,7 +45,7 @@ class ColocatedRule(_AllGenerateFirst):
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         now = split[0]
-        if view.moving or view.stopping or view.loads[now].in_progress:
+        if view.moving or view.loads[now].in_progress:
             return []
         for role in costs.grid.roles:
             if role != now and view.loads[role].in_progress:
@@ -58,7 +58,7 @@ class ColocatedEarlyRule(ColocatedRule):
     continue later."""
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        if split[0] == POLICY and not view.moving and not view.stopping and view.loads[POLICY].needed <= 0:
+        if split[0] == POLICY and not view.moving and view.loads[POLICY].needed <= 0:
             waiting = [role for role in costs.grid.roles if role != POLICY and view.loads[role].in_progress]
             if waiting:
                 return [Move(b, POLICY, waiting[0], "enough responses exist") for b in split.blocks(POLICY)]
@@ -69,8 +69,6 @@ class EarlySwapRule(_AllGenerateFirst):
     """All devices generate. Each block changes to judging as soon as it has drained, and back when prompts wait."""
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        if view.stopping:
-            return []
         moves, policy = list[Move](), view.loads[POLICY]
         judges = [role for role in costs.grid.roles if role != POLICY and view.loads[role].in_progress]
         for block, owner in enumerate(split.owners):
@@ -110,7 +108,7 @@ class UtilisationRule:
         return last
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        if view.stopping or view.moving or view.since_move_s < self.cool_down_s:
+        if view.moving or view.since_move_s < self.cool_down_s:
             return []
         busy = {role: view.loads[role].busy for role in costs.grid.roles}
         most, least = max(busy, key=lambda r: busy[r]), min(busy, key=lambda r: busy[r])

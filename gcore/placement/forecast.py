@@ -17,18 +17,17 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gcore.config.placement import Placement
 from gcore.config.sampling import MAX_OVERSAMPLING, acceptance_rate
 from gcore.placement.forecast_pools import RolePool, RolePools
 from gcore.placement.grid import POLICY, Move, Split, neighbours
-from gcore.placement.rules import Costs, Load, Rule, View, arranged, request_limit
+from gcore.placement.rules import LEAST_RATE, Costs, Rule, View, arranged, request_limit, with_needed
 
 MAX_GROUPS = 64  # groups simulated per step; with more, each represents several
 QUANTILE_STEP = 0.6180339887  # golden ratio: consecutive multiples modulo 1 are evenly spread
 NUM_DRAWS = 4 * MAX_GROUPS
-POLL_INTERVAL_S = Placement().poll_interval_s  # the default: a forecast does not know the configuration
+POLL_INTERVAL_S = 0.25  # between polls of the roles' remaining work; more after long rollouts (placer.POLL_SHARE)
 FORECAST_POLL_SHARE = 0.025  # of a rollout between two polls: less often than in a run (placer.POLL_SHARE), for speed
 MAX_IDLE_POLLS = 400  # polls without an event: the rule never ends this rollout
 
@@ -56,7 +55,7 @@ class Forecast:
         self.view, self.costs, self.loads, self.samples = view, costs, view.loads, max(1, view.samples)
         policy = view.loads[POLICY]
         self.weight = max(1.0, view.groups / MAX_GROUPS)
-        self.groups, self.rate = max(1, round(view.groups / self.weight)), min(1.0, max(view.rate, 0.05))
+        self.groups, self.rate = max(1, round(view.groups / self.weight)), min(1.0, max(view.rate, LEAST_RATE))
         self.oversampling = max(1.0, policy.waiting / policy.needed) if policy.needed else 1.0
         self.calls = view.calls or [(length,) * self.samples for length in policy.longest or policy.lengths]
         self.limits = {role: request_limit(view.loads[role], costs.speeds[role]) for role in costs.grid.roles}
@@ -244,24 +243,20 @@ class _RolloutModel:
     def _view(self) -> View:
         """The view that the controllers would have."""
         forecast, weight = self.forecast, self.forecast.weight
-        groups = (forecast.groups - self.kept) / max(self._rate(), 0.05)
-        missing = max(0.0, groups - self.judging)  # still to generate
-        loads, work = {}, dict[int, float]()
+        groups = (forecast.groups - self.kept) / max(self._rate(), LEAST_RATE)
+        loads, work, per_group = {}, dict[int, float](), {}
         moving = frozenset(block for _, block, _ in self.arriving)
         for role, owner in self.roles.items():
-            running, waiting = owner.running * weight, len(owner.waiting) * weight
-            if role == POLICY:
-                share = min(1.0, missing / max(1, self.generating))
-                more = max(0.0, missing - self.generating) * forecast.samples
-            else:
-                share, more = min(1.0, groups / max(1, self.judging)), missing * forecast.verdicts[role]
-            load = forecast.loads[role]
-            loads[role] = Load(
-                round(running), round(waiting), share * (running + waiting) + more * weight,
-                owner.age, load.lengths, load.longest, load.prompt,
-            )  # fmt: skip
+            running, waiting, load = (
+                round(owner.running * weight),
+                round(len(owner.waiting) * weight),
+                forecast.loads[role],
+            )
+            loads[role] = replace(load, running=running, waiting=waiting, age=owner.age)
+            per_group[role] = weight * (forecast.samples if role == POLICY else forecast.verdicts[role])
             for factor, pool in zip(forecast.relative, owner.pools, strict=True):
                 self._work(role, pool, factor, moving, work)
+        loads = with_needed(loads, groups, self.generating, self.judging, per_group)
         return View(loads, work, moving, elapsed_s=self.now, rate=self._rate())
 
     def _work(self, role: str, pool: RolePool, factor: float, moving: frozenset[int], work: dict[int, float]) -> None:

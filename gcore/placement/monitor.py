@@ -16,12 +16,11 @@ from typing import Any
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter, call_quantiles, quantiles
-from gcore.placement.rules import Costs, Load, View
+from gcore.placement.rules import LEAST_RATE, Costs, Load, View, with_needed
 from gcore.protocols import EngineStats, RoleReport
 
 MAX_LENGTHS = 2048  # recent lengths that are kept per role
 MAX_CALLS = 512  # recent calls
-LEAST_RATE = 0.05  # lower bound of the acceptance rate when the missing groups are estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +125,8 @@ class Monitor:
             for block, owner in enumerate(split.owners)
             if block not in moving
         }
-        stopping = all(report.done for report in reports)
         rate = min(1.0, sum(report.progress.rate for report in reports) / len(reports))
-        return View(loads, work, frozenset(moving), since_move_s, stopping, rate=rate)
+        return View(loads, work, frozenset(moving), since_move_s, rate=rate)
 
     def expected(self, groups: float, rate: float, samples: int) -> View:
         """The view before a rollout that needs `groups` groups. Until the speeds and lengths of all roles are measured,
@@ -188,30 +186,22 @@ class Monitor:
         groups = max(0.0, target - kept) / max(rate, LEAST_RATE)  # still to judge
         generating = min(in_progress, sum(r.roles[POLICY].calls for r in reports))
         judging = in_progress - generating
-        missing = max(0.0, groups - judging)  # still to generate
         for rank, report in enumerate(reports):
             self._decided[rank] = max(report.progress.decided, self._decided.get(rank, 0))
         if active:
             self._judging = judging
-        counts = self._counts()
-        loads = {}
+        counts, loads = self._counts(), {}
         for role in self._grid.roles:
-            per_group = counts.per_group(role, self._samples)
+            counters = [c for r in reports for c in r.roles[role].replicas.values()]
             sent = sum(r.roles[role].requests for r in reports)
             queued = sum(r.roles[role].waiting for r in reports)
-            waiting = queued + sum(c.waiting for r in reports for c in r.roles[role].replicas.values())
+            waiting = queued + sum(c.waiting for c in counters)
             running = max(0, round(sent + queued - waiting))
-            requests = running + round(waiting)
-            if role == POLICY:
-                share = missing / max(1, generating)
-                needed = min(1.0, share) * requests + max(0.0, missing - generating) * per_group
-            else:
-                needed = min(1.0, groups / max(1, judging)) * requests + missing * per_group
-            counters = [c for r in reports for c in r.roles[role].replicas.values()]
             age = sum(c.running_tokens for c in counters) / max(1.0, sum(c.running for c in counters))
             lengths, longest = self._recent(role)
-            loads[role] = Load(running, round(waiting), needed, age, lengths, longest, busy=self.busy[role])
-        return loads
+            loads[role] = Load(running, round(waiting), age=age, lengths=lengths, longest=longest, busy=self.busy[role])
+        per_group = {role: counts.per_group(role, self._samples) for role in loads}
+        return with_needed(loads, groups, generating, judging, per_group)
 
     def _counts(self) -> GroupCounts:
         return self._before_this.plus(sum(self._decided.values()), self._judging, self._ended)

@@ -16,9 +16,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gcore.clients import EngineClient
+from gcore.placement.forecast import POLL_INTERVAL_S
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, Report, RolloutProgress
 from gcore.placement.replica_switch import ReplicaSwitch
@@ -48,12 +49,21 @@ class PlacedPool(Protocol):
 Progress = Callable[[], RolloutProgress]
 
 
+class _Place(NamedTuple):
+    role: str
+    index: int
+    block: int
+
+
 @dataclass
 class _MoveInProgress:
     move: Move
     since: float
-    draining: bool = True
+    draining: bool = True  # on some controller
     task: asyncio.Task[None] | None = None
+    drained: bool = False  # here
+    arrived: bool = False  # controller 0: the new owner is awake
+    failure: str | None = None  # controller 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -71,23 +81,25 @@ class Placer:
         group: Group,
         monitor: Monitor,
         *,
-        poll_interval_s: float,
         timeout_s: float,
         note: Callable[[str], None],
+        poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self.grid, self.split, self.monitor = grid, split.check(grid), monitor
         self._rule, self._pools, self._switches, self._note = rule, pools, switches, note
         self._group, self._rank, self._size = group.subgroup(), group.rank, group.size
         self._poll_interval_s, self._timeout_s = poll_interval_s, timeout_s
+        self._places = {
+            replica.name: _Place(role, i, i // grid.per_block(role))
+            for role, pool in pools.items()
+            for i, replica in enumerate(pool.replicas)
+        }
         self._moving: dict[int, _MoveInProgress] = {}  # by block
-        self._drained: set[int] = set()
-        self._arrived: set[int] = set()
-        self._failed: dict[int, str] = {}
         self._last_move = -1e9
         self._rollout_s = 0.0
         self._began_s = self._ended_s = 0.0  # the rollout, by controller 0's clock: the same on all controllers
         self._took_s: float | None = None
-        self._decided_from: tuple[Split, float | None] = self.split, None  # split and time of the rollout before
+        self._begin_arguments: tuple[Split, float | None] = self.split, None  # of the last call of the rule's `begin`
         self._no_move_until: dict[int, float] = {}  # blocks whose move was reverted
         self._changed = asyncio.Event()
         self.timeline = PlacementTimeline(grid, self.split, monitor.busy_of, 0, 0.0)
@@ -98,8 +110,8 @@ class Placer:
         """Choose the split of the next rollout and put it in place. No request is in progress, so a change of owners
         costs only the waking."""
         view = self.monitor.expected(groups, rate, samples)
-        self._decided_from = self.split, self._took_s
-        self.split = self._rule.begin(view, self.monitor.costs, self.split, self._took_s).check(self.grid)
+        self._begin_arguments = self.split, self._took_s
+        self.split = self._rule.begin(view, self.monitor.costs, *self._begin_arguments).check(self.grid)
         self._took_s = None
         if self._rank == 0:
             await self._sleep_and_wake()
@@ -113,8 +125,8 @@ class Placer:
                     await pool.drain(replica.name)
 
     def saved(self) -> dict[str, Any]:
-        """For a checkpoint: what the last call of `begin` has decided from. A resumed run calls it again."""
-        split, took_s = self._decided_from
+        """For a checkpoint: what the last call of `begin` was made with. A resumed run calls it again."""
+        split, took_s = self._begin_arguments
         return {"split": list(split.owners), "took_s": took_s, "monitor": self.monitor.saved()}
 
     def restore(self, saved: Mapping[str, Any], same_blocks: bool) -> None:
@@ -208,32 +220,33 @@ class Placer:
             counters = await asyncio.gather(*(_counters(engine) for engine in polled.values()))
             received = {i: c for i, c in zip(polled, counters, strict=True) if c is not None}
             roles[role] = replace(pool.report(), replicas=received)
-        failed = {block: self._moving[block].move.source for block in self._failed}
+        failed = {block: m.failure for block, m in self._moving.items() if m.failure is not None}
+        sources = {block: self._moving[block].move.source for block in failed}
         stuck = frozenset(
             (role, i)
-            for block, role in failed.items()
+            for block, role in sources.items()
             for i in self._switches[role].maybe_asleep().intersection(self.grid.replicas(role, block))
         )
-        drained, arrived = frozenset(self._drained), frozenset(self._arrived)
-        return Report(_now(), progress(), roles, drained, arrived, dict(self._failed), stuck, done)
+        drained = frozenset(block for block, m in self._moving.items() if m.drained)
+        arrived = frozenset(block for block, m in self._moving.items() if m.arrived)
+        return Report(_now(), progress(), roles, drained, arrived, failed, stuck, done)
 
     def _start_move(self, move: Move, now: float) -> None:
         self.timeline.move_started(move, now)
-        self._moving[move.block] = _MoveInProgress(move, now)
+        self._moving[move.block] = moving = _MoveInProgress(move, now)
         self._last_move = now
         self.split = self.split.after([move])
-        pool = self._pools[move.source]
-        names = [pool.replicas[i].name for i in self.grid.replicas(move.source, move.block)]
-        self._moving[move.block].task = asyncio.ensure_future(self._drain(move, names))
+        moving.task = asyncio.ensure_future(self._drain(moving))
 
     def _move_back(self, last: Split, now: float) -> None:
         for block, owner in enumerate(last.owners):
             if self.split[block] != owner:
                 self._start_move(Move(block, self.split[block], owner, "the split of the next rollout"), now)
 
-    async def _drain(self, move: Move, names: Sequence[str]) -> None:
-        await asyncio.gather(*(self._pools[move.source].drain(name) for name in names))
-        self._drained.add(move.block)
+    async def _drain(self, moving: _MoveInProgress) -> None:
+        pool, replicas = self._pools[moving.move.source], self.grid.replicas(moving.move.source, moving.move.block)
+        await asyncio.gather(*(pool.drain(pool.replicas[i].name) for i in replicas))
+        moving.drained = True
         self._changed.set()
 
     def _advance_moves(self, reports: Sequence[Report], now: float) -> None:
@@ -241,35 +254,25 @@ class Placer:
         Replicas of blocks that arrive at the same poll are reopened in one call."""
         to_reopen: dict[str, list[str]] = {}
         for block, moving in list(self._moving.items()):
-            late = now - moving.since > self._timeout_s
+            failure = reports[0].failed.get(block)
             if moving.draining and all(block in report.drained for report in reports):
                 moving.draining = False
                 if self._rank == 0:
-                    moving.task = asyncio.ensure_future(self._switch(moving.move))
-            elif moving.draining and late:
-                self._end_move(moving, now, f"not drained after {self._timeout_s:g} s", (), to_reopen)
-            elif block in reports[0].arrived:
-                self._end_move(moving, now, None, (), to_reopen)
-            elif block in reports[0].failed:
-                self._end_move(moving, now, reports[0].failed[block], reports[0].stuck, to_reopen)
+                    moving.task = asyncio.ensure_future(self._switch(moving))
+            elif moving.draining and now - moving.since > self._timeout_s:
+                failure = f"not drained after {self._timeout_s:g} s"
+            if failure is not None or block in reports[0].arrived:
+                self._end_move(moving, now, failure)
+                owner = self.split[block]  # a stuck replica is woken for the next rollout, or dies and is restarted
+                serving = [i for i in self.grid.replicas(owner, block) if (owner, i) not in reports[0].stuck]
+                to_reopen.setdefault(owner, []).extend(self._pools[owner].replicas[i].name for i in serving)
         for role, names in to_reopen.items():
             self._pools[role].reopen(*names)
 
-    def _end_move(
-        self,
-        moving: _MoveInProgress,
-        now: float,
-        failure: str | None,
-        stuck: Collection[tuple[str, int]],
-        to_reopen: dict[str, list[str]],
-    ) -> None:
-        """End a move. Adds the replicas that serve from now on to `to_reopen`, by role."""
+    def _end_move(self, moving: _MoveInProgress, now: float, failure: str | None) -> None:
         move = moving.move
         del self._moving[move.block]
         moving.ended.set()
-        for blocks in (self._drained, self._arrived):
-            blocks.discard(move.block)
-        self._failed.pop(move.block, None)
         if failure is not None:
             if moving.task is not None:
                 moving.task.cancel()
@@ -278,22 +281,19 @@ class Placer:
             self._note(f"block {move.block} stays with {move.source}: {failure}")
         else:
             self.monitor.record_switch(move.target, now - moving.since)
-        owner = self.split[move.block]
-        for i in self.grid.replicas(owner, move.block):
-            if (owner, i) not in stuck:  # a stuck replica is woken for the next rollout, or dies and is restarted
-                to_reopen.setdefault(owner, []).append(self._pools[owner].replicas[i].name)
         self.timeline.move_ended(move.block, now, failure)
 
-    async def _switch(self, move: Move) -> None:
+    async def _switch(self, moving: _MoveInProgress) -> None:
         """Controller 0: put the source's replicas to sleep, wake the target's, load weights."""
+        move = moving.move
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._switches[move.source].sleep(self.grid.replicas(move.source, move.block))
                 await self._switches[move.target].wake_with_weights(self.grid.replicas(move.target, move.block))
-            self._arrived.add(move.block)
+            moving.arrived = True
         except Exception as error:  # must be reported: all controllers wait for the end of the move
             await self._revert(move)
-            self._failed[move.block] = str(error) or f"took longer than {self._timeout_s:g} s"
+            moving.failure = str(error) or f"took longer than {self._timeout_s:g} s"
         self._changed.set()
 
     async def _revert(self, move: Move) -> None:
@@ -314,18 +314,17 @@ class Placer:
     # ---- replicas that die ----------------------------------------------------------------------------------------
 
     def has(self, name: str) -> bool:
-        return self._find(name) is not None
+        return name in self._places
 
     def mark_dead(self, name: str) -> None:
         """A replica died. The driver restarts it, awake."""
-        if (found := self._find(name)) is not None:
-            role, i = found
-            self._switches[role].mark_dead(i)
+        if (place := self._places.get(name)) is not None:
+            self._switches[place.role].mark_dead(place.index)
 
     async def wait_for_move(self, name: str) -> None:
         """Wait until no move of the replica's block is in progress."""
-        if (found := self._find(name)) is not None:
-            while (moving := self._moving.get(self._block(*found))) is not None:
+        if (place := self._places.get(name)) is not None:
+            while (moving := self._moving.get(place.block)) is not None:
                 await moving.ended.wait()
 
     @contextlib.asynccontextmanager
@@ -334,16 +333,15 @@ class Placer:
         If its role does not own its block, it is put to sleep. Yields None while the block moves: call `wait_for_move`
         and try again. No other sleep command reaches the replica before this context ends. Raises RoleDied if the
         replica does not follow the command in time."""
-        if (found := self._find(name)) is None:
+        if (place := self._places.get(name)) is None:
             yield True
             return
-        role, i = found
-        replica = self._switches[role].replicas[i]
+        replica = self._switches[place.role].replicas[place.index]
         async with replica.lock:
-            if (block := self._block(role, i)) in self._moving:
+            if place.block in self._moving:
                 yield None
                 return
-            serves = self.split[block] == role
+            serves = self.split[place.block] == place.role
             if replica.awake is None or (replica.awake and not serves):
                 try:
                     async with asyncio.timeout(self._timeout_s):
@@ -354,18 +352,9 @@ class Placer:
 
     def mark_alive(self, name: str) -> None:
         """Send requests to a replica again, if its role owns its block."""
-        if (found := self._find(name)) is not None:
-            role, block = found[0], self._block(*found)
-            if self.split[block] == role and block not in self._moving:
-                self._pools[role].reopen(name)
-
-    def _find(self, name: str) -> tuple[str, int] | None:
-        pools = self._pools.items()
-        found = ((role, i) for role, pool in pools for i, replica in enumerate(pool.replicas) if replica.name == name)
-        return next(found, None)
-
-    def _block(self, role: str, i: int) -> int:
-        return i // self.grid.per_block(role)
+        place = self._places.get(name)
+        if place is not None and self.split[place.block] == place.role and place.block not in self._moving:
+            self._pools[place.role].reopen(name)
 
 
 async def _counters(engine: EngineClient) -> EngineStats | None:

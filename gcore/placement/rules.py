@@ -29,6 +29,7 @@ from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, split_by
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+LEAST_RATE = 0.05  # lower bound of the acceptance rate when the missing groups are estimated
 FULL = 0.95  # share of its best throughput at which a judge replica counts as full
 
 
@@ -85,7 +86,6 @@ class View:
     work: Mapping[int, float] = field(default_factory=dict)  # block -> requests on it
     moving: frozenset[int] = frozenset()  # blocks that change their owner now: no role owns them
     since_move_s: float = math.inf
-    stopping: bool = False  # the target is met, so no move pays; runs stop asking then, the simulator does not
     elapsed_s: float = 0.0  # since the rollout began
     groups: float = 0.0  # before a rollout: groups that it must keep; 0: too little is known for a forecast
     rate: float = 1.0  # share of groups that are kept
@@ -111,6 +111,23 @@ class Costs:
         return self.speeds[move.source].sleep_s + speed.wake_s + (speed.weights_s if move.target == POLICY else 0.0)
 
 
+def with_needed(
+    loads: Mapping[str, Load], groups: float, generating: float, judging: float, per_group: Mapping[str, float]
+) -> dict[str, Load]:
+    """The loads with the requests that must end before the rollout can.
+
+    `groups`: still to judge; `generating`, `judging`: of the groups in progress; `per_group`: requests of a group."""
+    missing = max(0.0, groups - judging)  # still to generate
+    complete = {}
+    for role, load in loads.items():
+        if role == POLICY:
+            share, more = missing / max(1, generating), max(0.0, missing - generating)
+        else:
+            share, more = groups / max(1, judging), missing
+        complete[role] = replace(load, needed=min(1.0, share) * load.in_progress + more * per_group[role])
+    return complete
+
+
 class Rule(Protocol):
     """A placement rule, in runs and in the simulator: MovingRule (below), DynamicRule (guard.py), and baselines.py."""
 
@@ -130,21 +147,18 @@ class MovingRule:
 
     margin: float = 0.01  # share of the remaining time that moves must win beyond their cost
     min_gain_s: float = 0.2  # seconds that they must win at least: the time between two polls
-    cool_down_s: float = 0.0  # minimum time between two decisions that move a block
     max_share: float = 0.25  # share of a role's blocks that one decision may take; more only if they are empty
     patience: float = 4.0  # at the start, judges' blocks wait for work at most this many times the seconds of a move
     fill: tuple[float, float] = (0.6, 0.95)  # min and max share of its best throughput that a block needs work for
     passes: float = 1.0  # judges wait for fuller batches if generation lasts longer than this many judging passes
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        if view.stopping or view.since_move_s < self.cool_down_s:
-            return []
         blocks = _Blocks(split, view, costs, self.max_share)
         estimate = EndEstimate(view, costs)
-        now = end = estimate.end_s(blocks.power())
+        now = end = estimate.end_s(blocks.power)
         moves = self._for_starved_roles(view, blocks)
         if moves:
-            end = estimate.end_s(blocks.power())
+            end = estimate.end_s(blocks.power)
         while (best := self._best_pair(estimate, blocks, end)) is not None:
             end, source, target = best
             moves.append(blocks.take(source, target))
@@ -216,7 +230,7 @@ class MovingRule:
             for source in blocks.counts:
                 if source == target or not blocks.budget[source]:
                     continue
-                trial = estimate.end_s(blocks.power((source, target)))
+                trial = estimate.end_s(blocks.power_after(source, target))
                 if trial < (end if best is None else best[0]):
                     best = trial, source, target
         return best
@@ -233,7 +247,7 @@ class MovingRule:
             requests, blocks = load.in_progress, counts[role] + 1
         if requests < blocks * per_block:  # less than one request per replica
             return False
-        fill = self._required_fill(role, estimate, owned.power())
+        fill = self._required_fill(role, estimate, owned.power)
         need = useful_concurrency(load, estimate.costs.speeds[role], fill)
         fair = load.needed / (grid.num_blocks * per_block)  # requests per replica if this role had all blocks
         return requests >= blocks * (max(1.0, min(need, fair / 2)) * per_block)
@@ -250,7 +264,8 @@ class MovingRule:
 
 
 class _Blocks:
-    """The blocks of each role while a decision is made: which it has, and which it may give, in order.
+    """The blocks of each role while a decision is made: how many it has, how fast they are together (`power`, in usual
+    blocks), and which it may give, in order.
 
     Blocks with the least work go first. If blocks differ in speed, the speed comes before the work: the role that needs
     fast blocks gives the slowest first, the others give it the fastest.
@@ -268,22 +283,16 @@ class _Blocks:
             sign = 1 if role == first else -1
             free.sort(key=lambda b: (sign * self._relative.get(b, 1.0), view.work.get(b, 0.0)), reverse=True)
             self._spare[role] = free
-        self._power = {role: costs.power(split.blocks(role)) for role in self.counts} if costs.relative else None
+        self.power: Mapping[str, float] = {role: costs.power(split.blocks(role)) for role in self.counts}
 
-    def power(self, pair: tuple[str, str] | None = None) -> Mapping[str, float]:
-        """Speed of the blocks of each role, in usual blocks. `pair`: after another block goes from the first role to
-        the second."""
-        power: Mapping[str, float] = self.counts if self._power is None else self._power
-        if pair is None:
-            return power
-        source, target = pair
+    def power_after(self, source: str, target: str) -> Mapping[str, float]:
+        """After another block goes from one role to another."""
         moved = self._relative.get(self._spare[source][-1], 1.0)
-        rest = power[source] - moved if self.counts[source] > 1 else 0
-        return {**power, source: rest, target: power[target] + moved}
+        rest = self.power[source] - moved if self.counts[source] > 1 else 0.0
+        return {**self.power, source: rest, target: self.power[target] + moved}
 
     def take(self, source: str, target: str) -> Move:
-        if self._power is not None:
-            self._power = dict(self.power((source, target)))
+        self.power = self.power_after(source, target)
         self.counts[source] -= 1
         self.counts[target] += 1
         self.budget[source] -= 1
@@ -336,15 +345,10 @@ def request_limit(load: Load, speed: ReplicaSpeed) -> int:
 
 def generated_s(load: Load, speed: ReplicaSpeed, replicas: float, share: float = 1.0) -> float:
     """Seconds until this share of the needed responses is generated."""
-    return _generation_s(_work_to(load, _at_start(load), share), speed, replicas)
+    return _generation_s(_work_to(load, share), speed, replicas)
 
 
-def _at_start(load: Load) -> Load:
-    """The load for waiting requests, which have no tokens yet."""
-    return replace(load, age=0.0) if load.waiting else load
-
-
-def _work_to(load: Load, at_start: Load, share: float) -> tuple[float, float, float] | None:
+def _work_to(load: Load, share: float) -> tuple[float, float, float] | None:
     """Decoding steps, tokens and prompt tokens until this share is generated, on any number of replicas. None: no
     response is missing."""
     needed = share * load.needed
@@ -355,6 +359,7 @@ def _work_to(load: Load, at_start: Load, share: float) -> tuple[float, float, fl
     steps = load.steps_to(part) if load.running else 0.0
     tokens = load.running * load.tokens_in(steps)
     if load.waiting:
+        at_start = replace(load, age=0.0)  # waiting requests have no tokens yet
         steps_from_start = at_start.steps_to(part)
         steps = max(steps, steps_from_start)
         tokens += load.waiting * at_start.tokens_in(steps_from_start)
@@ -383,11 +388,6 @@ def judged_s(load: Load, speed: ReplicaSpeed) -> float:
     return tokens * (speed.base_s / full + speed.per_sequence_s) + load.needed * load.prompt * speed.prefill_s_per_token
 
 
-def end_s(view: View, costs: Costs, power: Mapping[str, float]) -> float:
-    """Seconds to the end of the rollout, with these blocks per role (a slow block counts less than one)."""
-    return EndEstimate(view, costs).end_s(power)
-
-
 class EndEstimate:
     """Estimates the end of the rollout for one view. Values that do not depend on the split are computed once, since
     many splits are compared."""
@@ -397,8 +397,7 @@ class EndEstimate:
         grid = costs.grid
         self.per_block = {role: grid.per_block(role) for role in grid.roles}
         policy = view.loads[POLICY]
-        at_start = _at_start(policy)
-        self._generation = [_work_to(policy, at_start, share) for share in FRACTIONS]
+        self._generation = [_work_to(policy, share) for share in FRACTIONS]
         # judges with work: role, replicas per block, seconds of one replica for all verdicts, verdicts on responses
         # that are not generated yet, seconds of the last verdict
         self._judges: list[tuple[str, int, float, float, float]] = []

@@ -183,7 +183,7 @@ class Constraints:
         if self.trainer_context & (self.trainer_context - 1):
             raise UserError(f"--trainer-context {self.trainer_context}: expected a power of two")
         for option, value in (("--swap-s", self.swap_s), ("--price", self.price)):
-            if value is not None and value < 0:
+            if value is not None and not 0 <= value < math.inf:  # also NaN
                 raise UserError(f"{option} {value}: expected 0 or more")
 
     def widths(self, name: str) -> tuple[int, ...]:

@@ -133,11 +133,16 @@ def _memory(result: PlanResult) -> Table:
         f"Memory of one GPU, GB of {result.gpu.memory_gb:.0f}", ("phase", "role", *numbers), text=("phase", "role")
     )
     for memory in result.memory:
-        amounts = [f"{value:.1f}" if (value := getattr(memory, part)) else "·" for part in PARTS]
+        amounts = [_amount(getattr(memory, part)) for part in PARTS]
         tp, sequences = (str(value or "·") for value in (memory.tp, memory.sequences))
         style = "red" if memory.problem else None
         roles.add_row(memory.phase, memory.role, tp, *amounts, sequences, style=style)
     return roles
+
+
+def _amount(gigabytes: float) -> str:
+    """Only what is free may be negative."""
+    return f"{-gigabytes:.1f} missing" if gigabytes < 0 else f"{gigabytes:.1f}" if gigabytes else "·"
 
 
 def _rank_memory(choice: Choice) -> Table:

@@ -20,6 +20,7 @@ from gcore.types import UserError
 # number of a prompt, its row, fraction of its responses that passed; None: it has no rewards, because it failed
 Passed = tuple[int, int, float | None]
 Floats64 = npt.NDArray[np.float64]
+NEWEST = 0.5  # weight of the newest group in the pass rate of its prompt
 
 
 class CurriculumOrder:
@@ -52,7 +53,7 @@ class CurriculumOrder:
             if rate is None:
                 self._failed[at] += 1
                 continue
-            newest = self._spec.newest if self._drawn[at] else 1.0
+            newest = NEWEST if self._drawn[at] else 1.0
             self._rates[at] += newest * (rate - self._rates[at])
             self._drawn[at] += 1
 

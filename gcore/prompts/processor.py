@@ -9,7 +9,7 @@ from typing import Any
 
 from gcore import hub
 from gcore.config.base import Model
-from gcore.config.engines import ENGINES, engines_taking
+from gcore.config.engines import DEFAULT_ENGINE, ENGINES, engines_taking
 from gcore.content.families import FAMILIES, KINDS, built_family, module_of
 from gcore.content.processor import MediaProcessor
 from gcore.types import UserError
@@ -39,7 +39,7 @@ def media_family(model: Model, key: str = "model") -> str | None:
 
 
 def load_processor(
-    model: Model, tokenizer: Any, folder: Path | None, key: str = "model", engine: str = "embedded"
+    model: Model, tokenizer: Any, folder: Path | None, key: str = "model", engine: str = DEFAULT_ENGINE
 ) -> MediaProcessor | None:
     """The processor of a model that takes media, else None. `folder`: where it stores arrays and tensors. `engine`: of
     the model; media that it cannot take are refused."""

@@ -41,18 +41,6 @@ RESERVED = OWN["trl"] | {"prompt", "completion"}
 
 
 @dataclass(frozen=True, slots=True)
-class RetryDelays:
-    """Delays between attempts: RetryDelays(first_s=0.25). Each is twice the one before, with jitter."""
-
-    first_s: float = 0.25
-    longest_s: float = 10.0
-    longest_retry_after_s: float = 60.0  # upper limit for a server's Retry-After
-
-
-USUAL_DELAYS = RetryDelays()
-
-
-@dataclass(frozen=True, slots=True)
 class Reply:
     """The response of a server, unparsed: Reply(status=429, text="slow down", retry_after="2")"""
 
@@ -77,10 +65,10 @@ class HttpSource(Source):
     """The server gets the arguments of a function in the style of TRL, and answers what such a function returns. Only
     the client knows which failures are worth a retry. So it retries, and the rewarder does not."""
 
-    def __init__(self, spec: HttpReward, key: str = "rewards.http.0", delays: RetryDelays = USUAL_DELAYS):
+    def __init__(self, spec: HttpReward, key: str = "rewards.http.0"):
         super().__init__(spec.name, spec.weight)
         self.spec, self.key = spec, key
-        self.client = JsonClient(spec, key, spec.attempts, self.counts, delays=delays)
+        self.client = JsonClient(spec, key, spec.attempts, self.counts)
 
     def check(self, columns: Collection[str]) -> None:
         self.client.check()
@@ -125,7 +113,9 @@ class JsonClient:
     counts: Counter[str]
     path: str = ""
     hint: str = ""  # default: the key of the url
-    delays: RetryDelays = USUAL_DELAYS
+    first_delay_s: float = 0.25  # the next ones are each twice the one before, with jitter
+    longest_delay_s: float = 10.0
+    longest_retry_after_s: float = 60.0  # upper limit for a server's Retry-After
     # separate: delays must neither use nor advance the run's random state
     _random: random.Random = field(default_factory=random.Random, init=False)
     _session: ClientSession | None = field(default=None, init=False)
@@ -246,8 +236,8 @@ class JsonClient:
 
     def delay_s(self, attempt: int, after_s: float) -> float:
         """Retry-After plus a jittered delay, so that rejected requests do not all return at once."""
-        step = min(self.delays.longest_s, self.delays.first_s * 2.0 ** min(attempt - 1, 30))
-        return min(after_s, self.delays.longest_retry_after_s) + step * self._random.uniform(0.5, 1.0)
+        step = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(attempt - 1, 30))
+        return min(after_s, self.longest_retry_after_s) + step * self._random.uniform(0.5, 1.0)
 
     def close(self) -> None:
         """Closes the connections without waiting for the server, as aiohttp's close would."""

@@ -23,7 +23,7 @@ from gcore.content.decoding import TextDecoder
 from gcore.content.media import ArrayRef, png_url, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.rewarding.http import USUAL_DELAYS, JsonClient, RetryDelays
+from gcore.rewarding.http import JsonClient
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import Completion, Message, Pixels, RewardError, SamplingParams, UserError
 
@@ -160,12 +160,12 @@ class RemoteBackend(JudgeBackend):
     """A model on another server, called by OpenAI's chat completions API. The server has the tokenizer, so it enforces
     the maximum length of a conversation."""
 
-    def __init__(self, spec: RemoteJudge, seed_of: Callable[[Key], int], key: str, delays: RetryDelays = USUAL_DELAYS):
+    def __init__(self, spec: RemoteJudge, seed_of: Callable[[Key], int], key: str):
         super().__init__(sees=spec.images is True)
         self.spec, self.seed_of, self.key = spec, seed_of, key
         versioned = re.search(r"/v\d", spec.url) is not None
         hint = f"see {key}: url{'' if versioned else ' (most end in /v1)'}, served_model, seeds, extra"
-        self.client = JsonClient(spec, key, 1 + spec.retries, self.counts, "chat/completions", hint, delays)
+        self.client = JsonClient(spec, key, 1 + spec.retries, self.counts, "chat/completions", hint)
 
     def check(self, texts: Mapping[str, str], messages: Sequence[Message]) -> None:
         self.client.check()

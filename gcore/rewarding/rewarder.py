@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from gcore import faults
+from gcore.config.base import LARGEST
 from gcore.protocols import ReplicaPool, RoleDied, RoleError
-from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut, is_finite, line_of, short
+from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut, line_of, short
 from gcore.types import Message, RewardError, Rollout, Scored, UserError
 
 
@@ -127,10 +128,11 @@ class WeightedRewarder:
                 steps_S = weighted_S if steps_S is None else steps_S + weighted_S
             if answer.extras:
                 parts |= {f"{name}/{extra}": number for extra, number in answer.extras[i].items()}
-        if not is_finite(reward) or (steps_S is not None and not np.isfinite(steps_S).all()):
+        largest = np.abs(np.append([] if steps_S is None else steps_S, reward)).max()
+        if not largest <= LARGEST:  # also NaN
             raise RewardError(
-                f"prompt {rollout.prompt.id}: the weighted sum of {parts} is not finite; expected smaller rewards or "
-                "weights (keys: rewards)"
+                f"prompt {rollout.prompt.id}: the weighted sum of {parts} is {largest:g}; expected a number of at most "
+                f"{LARGEST:g}, of smaller rewards or weights (keys: rewards)"
             )
         notes = {name: answer.notes[i] for name, answer in answers.items() if answer.notes and answer.notes[i]}
         return Scored(rollout, reward, parts, notes, step_rewards_S=steps_S) if applied else None

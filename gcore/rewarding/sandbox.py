@@ -53,6 +53,8 @@ REFUSED = {  # system calls: their numbers on the machines
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -71,6 +73,7 @@ REFUSED = {  # system calls: their numbers on the machines
     "pidfd_getfd": (438, 438),
 }
 CLONE, CLONE3, NEW_NAMESPACES = {"x86_64": 56, "aarch64": 220}, 435, 0x7E020000
+SETSOCKOPT, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = {"x86_64": 54, "aarch64": 208}, 1, 7, 8  # larger buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +280,8 @@ def _system_calls() -> bytes:
     lines += [(at_least, 0, 1, 0x40000000), (ret, 0, 0, refuse)]  # the second table of x86_64
     for numbers in REFUSED.values():
         lines += [(equal, 0, 1, numbers[column]), (ret, 0, 0, refuse)]
+    lines += [(equal, 0, 7, SETSOCKOPT[machine]), (load, 0, 0, 24), (equal, 0, 4, SOL_SOCKET), (load, 0, 0, 32)]
+    lines += [(equal, 1, 0, SO_SNDBUF), (equal, 0, 1, SO_RCVBUF), (ret, 0, 0, refuse), (ret, 0, 0, allow)]
     lines += [(equal, 0, 1, CLONE3), (ret, 0, 0, unknown), (equal, 0, 3, CLONE[machine])]
     lines += [(load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES), (ret, 0, 0, refuse), (ret, 0, 0, allow)]
     return b"".join(struct.pack("=HBBI", *line) for line in lines)

@@ -48,13 +48,13 @@ class ScalarModel:
     """Implements protocols.Scorer: serves a sequence-classification model with one label (models/networks.py)."""
 
     def __init__(
-        self, model: PreTrainedModel, *, max_tokens_per_batch: int, threads: int = 1, tracer: Tracer | None = None
+        self, model: PreTrainedModel, *, max_tokens_per_batch: int = 16384, tracer: Tracer | None = None
     ) -> None:
         from gcore.models.networks import longest_text
         from gcore.threads import use_threads
 
-        self._model, self._tracer = model, tracer or Tracer(None, "scorer")
-        self._max_tokens = max_tokens_per_batch
+        self._model, self._max_tokens = model, max_tokens_per_batch
+        self._tracer = tracer or Tracer(None, "scorer")
         self._longest = longest_text(model)
         embeddings: Any = model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
@@ -62,7 +62,7 @@ class ScalarModel:
         self._wave: dict[_Job, None] = {}  # the jobs being scored, in order of arrival, without an answer yet
         self._closed = False
         self._scored, self._busy_s = 0, 0.0
-        self._thread = ThreadPoolExecutor(1, "scalar-model", use_threads, (threads,))
+        self._thread = ThreadPoolExecutor(1, "scalar-model", use_threads, (1,))
 
     async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
         """One number per text, in the same order."""

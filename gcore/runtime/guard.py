@@ -1,14 +1,16 @@
 """A small process that ends a private Ray cluster if its driver dies without clean-up (kill -9).
 
 It reads lines `PID CREATED` from a pipe. The pipe closes when the driver ends for any reason. Then the guard kills the
-processes of these lines that are still running, and those whose environment has the mark of this guard: processes that
-the driver did not see before it died, because they had just been started.
+processes of these lines that are still running, those whose environment has the mark of this guard, and those that have
+a log file of the driver's Ray session open: processes that the driver did not see before it died, because they had just
+been started. Ray's agents overwrite their environment with a title, and the raylet, their parent, dies with the driver.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -32,7 +34,7 @@ class Guard:
     def __init__(self, lock: Sequence[int] = ()) -> None:
         """`lock`: descriptors of a lock that the guard holds as long as it lives: no other run starts before that."""
         os.environ[MARK] = secrets.token_hex(16)
-        command = [sys.executable, "-m", "gcore.runtime.guard"]
+        command = [sys.executable, "-m", "gcore.runtime.guard", str(os.getpid())]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, text=True, start_new_session=True, pass_fds=lock
         )
@@ -53,7 +55,7 @@ class Guard:
         self._process.wait()
 
 
-def _left(known: dict[int, float], mark: bytes) -> list[psutil.Process]:
+def _left(known: dict[int, float], mark: bytes, log: re.Pattern[str]) -> list[psutil.Process]:
     """Processes to kill. Those that are seen here, and their children, are known from then on: one that changes its
     title may overwrite the mark in its environment."""
     left = []
@@ -62,7 +64,8 @@ def _left(known: dict[int, float], mark: bytes) -> list[psutil.Process]:
             process = psutil.Process(pid)
             if pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if (pid in known and abs(process.create_time() - known[pid]) < 1) or _has_mark(pid, mark):
+            is_known = pid in known and abs(process.create_time() - known[pid]) < 1
+            if is_known or _has_mark(pid, mark) or _has_open(pid, log):
                 left.append(process)
                 for seen in (process, *process.children(recursive=True)):
                     known.setdefault(seen.pid, seen.create_time())
@@ -76,14 +79,23 @@ def _has_mark(pid: int, mark: bytes) -> bool:
     return False
 
 
+def _has_open(pid: int, log: re.Pattern[str]) -> bool:
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if log.search(os.readlink(file)):
+                return True
+    return False
+
+
 def main() -> None:
+    log = re.compile(rf"/session_[\d_-]+_{sys.argv[1]}/logs/")  # Ray names a session after its driver
     known: dict[int, float] = {}
     for line in sys.stdin:
         pid, created = line.split()
         known[int(pid)] = float(created)
     mark, checks, began = f"{MARK}={os.environ[MARK]}".encode(), 0, time.monotonic()
     while checks < CHECKS and time.monotonic() < began + LIMIT_S:
-        left = _left(known, mark)
+        left = _left(known, mark, log)
         if time.monotonic() > began + GRACE_S:
             checks = 0 if left else checks + 1
             for process in left:

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from gcore.observe.files import no_link
 from gcore.protocols import RoleDied
 from gcore.types import UserError
 
@@ -137,7 +138,7 @@ def quiet_ray(log: Path | None) -> None:
     def log_and_print(data: dict[str, Any], *args: Any, **options: Any) -> None:
         lines = data.get("lines", ())
         if log is not None:
-            with contextlib.suppress(OSError), log.open("a") as file:
+            with contextlib.suppress(OSError), open(log, "a", opener=no_link) as file:
                 file.writelines(f"{line}\n" for line in lines)
         if not any(message in line for line in lines for message in HIDDEN_MESSAGES):
             original(data, *args, **options)

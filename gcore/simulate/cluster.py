@@ -20,21 +20,19 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gcore.config.placement import Placement
 from gcore.config.sampling import acceptance_rate
 from gcore.emulate.device import DeviceJob, observe
+from gcore.placement.forecast import POLL_INTERVAL_S
 from gcore.placement.grid import POLICY, Move, Split
 from gcore.placement.meters import GroupCounts, SpeedMeter, call_quantiles, quantiles
-from gcore.placement.monitor import LEAST_RATE
 from gcore.placement.placer import POLL_SHARE
-from gcore.placement.rules import Costs, Load, Rule, View
+from gcore.placement.rules import LEAST_RATE, Costs, Load, Rule, View, with_needed
 from gcore.placement.timeline import PlacementTimeline
 from gcore.protocols import EngineStats
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, RecentLengths
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
 SPEED_POLLS = 4  # speeds are measured at every fourth poll only: faster
-POLL_INTERVAL_S = Placement().poll_interval_s  # scenarios use the default
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,23 +261,16 @@ class Simulation:
     def view(self) -> View:
         """The view that the controllers would have now."""
         groups = (self.scenario.prompts - self.kept) / max(self._rate_now(), LEAST_RATE)  # still to judge
-        generating, samples = self.running - self.judging, self.scenario.samples
-        missing = max(0.0, groups - self.judging)  # still to generate
-        share = missing / max(1, generating)
-        responses = min(1.0, share) * self.policy.in_progress + max(0.0, missing - generating) * samples
+        samples, counts = self.scenario.samples, self.counts()
         work: dict[int, float] = {}
-        counts, loads = self.counts(), {}
-        for role, fleet in self.fleets.items():
-            needed = responses
-            if role != POLICY:
-                share = min(1.0, groups / max(1, self.judging))
-                needed = share * fleet.in_progress + missing * counts.per_group(role, samples * fleet.repeats)
-            loads[role] = self._load(fleet, needed, work)
+        loads = {role: self._load(fleet, work) for role, fleet in self.fleets.items()}
+        per_group = {role: counts.per_group(role, samples * fleet.repeats) for role, fleet in self.fleets.items()}
+        per_group[POLICY] = samples
+        loads = with_needed(loads, groups, self.running - self.judging, self.judging, per_group)
         since_s = self.clock.now - self._last_move
-        stopping = self.kept >= self.scenario.prompts
-        return View(loads, work, frozenset(self.moving), since_s, stopping, self.clock.now, rate=self._rate_now())
+        return View(loads, work, frozenset(self.moving), since_s, self.clock.now, rate=self._rate_now())
 
-    def _load(self, fleet: Fleet, needed: float, work: dict[int, float]) -> Load:
+    def _load(self, fleet: Fleet, work: dict[int, float]) -> Load:
         blocks = fleet.blocks
         requests, running, made, busy_s = observe([fleet.by_block[block] for block in blocks], self.clock.now)
         work.update(zip(blocks, requests, strict=True))
@@ -287,7 +278,7 @@ class Simulation:
         since, self._busy_before[fleet.name] = busy_s - self._busy_before[fleet.name], busy_s
         busy = since / (len(blocks) * fleet.per_block * self.poll_interval_s) if blocks else 1.0
         age = made / running if running else 0.0
-        return Load(running, waiting, needed, age, fleet.lengths, fleet.longest, fleet.prompt, min(1.0, busy))
+        return Load(running, waiting, 0.0, age, fleet.lengths, fleet.longest, fleet.prompt, min(1.0, busy))
 
     def _move(self, move: Move) -> None:
         """Drain by migration, sleep, wake. No role owns the block until the end of the move."""

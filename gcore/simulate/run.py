@@ -26,8 +26,7 @@ from gcore.placement.baselines import (
 )
 from gcore.placement.grid import POLICY, DeviceGrid, Split, all_splits, shares, split_by
 from gcore.placement.guard import DynamicRule
-from gcore.placement.monitor import LEAST_RATE
-from gcore.placement.rules import Load, MovingRule, Rule, View
+from gcore.placement.rules import LEAST_RATE, Load, MovingRule, Rule, View
 from gcore.simulate.cluster import PromptCursor, Rollout, Simulation, State, measured_costs
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from gcore.content.tokens import tokens_of
-from gcore.observe.files import told
+from gcore.observe.files import replacing, told
 from gcore.types import Key, Sample
 
 FOLDER = "bad_batches"
@@ -53,5 +53,6 @@ def dump(
     ]
     with told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows) + "\n")
+        with replacing(path) as file:
+            file.write(f"{json.dumps(rows)}\n".encode())
     return path

@@ -49,12 +49,13 @@ class StepColumns:
 
     def at_actions(self, values_S: Tensor) -> Tensor:
         """0 at all other steps, whatever is there. A product with the mask would leave NaN: NaN x 0 is NaN."""
-        return torch.where(self.mask_S > 0, values_S, 0.0)
+        is_action = (self.mask_S > 0).reshape(-1, *[1] * (values_S.ndim - 1))  # of locations: S x D
+        return torch.where(is_action, values_S, 0.0)
 
     def masked(self) -> StepColumns:
         """All columns at the actions."""
-        names = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
-        columns = {f"{name}_S": getattr(self, f"{name}_S") for name in names}
+        names = ("rollout_logprobs_S", "advantages_S", "old_logprobs_S", "ref_logprobs_S", "values_S", "returns_S")
+        columns = {name: getattr(self, name) for name in (*names, "ref_location_SD")}
         masked: dict[str, Any] = {name: self.at_actions(each) for name, each in columns.items() if each is not None}
         return replace(self, **masked)
 
@@ -134,9 +135,8 @@ Objective = Callable[[Sequence[Tensor], StepColumns], tuple[Tensor, Metrics]]  #
 def at_actions(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[StepOutputs, StepColumns]:
     """What an objective computes with: 0 at steps that are no actions. Masks of the result would be too late, because
     the gradient of NaN is NaN."""
-    found = StepOutputs(*outputs)
-    logprobs_S, entropy_S = columns.at_actions(found.logprobs_S), columns.at_actions(found.entropy_S)
-    return found._replace(logprobs_S=logprobs_S, entropy_S=entropy_S), columns.masked()
+    given = [each for each in outputs if each is not None]  # the last one may be missing
+    return StepOutputs(*map(columns.at_actions, given)), columns.masked()
 
 
 def demonstrations(mini: MiniBatch, name: Literal["warm_start", "sft"] = "sft") -> Objective:
@@ -202,7 +202,7 @@ def policy(
 def _kl(outputs: StepOutputs, before_S: Tensor, columns: StepColumns, algorithm: Algorithm) -> Tensor | None:
     """KL of each step to the reference, if there is one: estimated from logprobs, or that of two Gaussians."""
     if columns.ref_location_SD is not None and outputs.location_SD is not None:
-        return columns.at_actions((outputs.location_SD - columns.ref_location_SD).square().sum(-1) / 2)
+        return (outputs.location_SD - columns.ref_location_SD).square().sum(-1) / 2
     if columns.ref_logprobs_S is None:
         return None
     policy_S = before_S if algorithm.kl_in_reward else outputs.logprobs_S

@@ -93,6 +93,12 @@ class TrainerRank:
         self._policy_names = set[str]()  # of the policy's weights that a critic on ranks of its own has received
         self._begun = False
         self._reset()
+        first = self.backend.trained[0]
+        if not self._pool.submit(self.backend.is_finite, first).result():
+            raise UserError(
+                f"the weights of the {first} are NaN or infinite before the first update; expected a model with finite "
+                "ones (key: model.path)"
+            )
 
     def _reset(self) -> None:
         self.trained = {name: UpdateCounts() for name in self.backend.trained}

@@ -100,7 +100,7 @@ def step_targets(
     """`advantages`: one per sample. `penalties`: of each step, kl_coef x KL to the reference model; only if the KL is
     part of the reward and the estimator charges it to each step. `values`: of the critic, per step."""
     estimator, returns = algorithm.estimator, dict[Key, Array]()
-    if not estimator.per_step:
+    if not estimator.step_rewards:
         found = {key: advantage + _of_teachers(samples[key]) for key, advantage in advantages.items()}
     else:
         masks = {key: samples[key].mask_S for key in advantages}

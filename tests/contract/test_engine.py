@@ -422,7 +422,7 @@ def test_siblings_share_one_prefill(networks):
         if inputs["input_ids"].shape[1] > 1:
             widths.append(inputs["input_ids"].shape[0])
 
-    hook = networks["qwen3"].register_forward_pre_hook(look, with_kwargs=True)
+    hook = networks["qwen3"].get_decoder().register_forward_pre_hook(look, with_kwargs=True)
     p, q = prompt(20), prompt(12)
     found = run(engine, *(ask(p, 6, key=i) for i in range(8)), *(ask(q, 6, key=i) for i in range(4)))
     hook.remove()
@@ -518,7 +518,7 @@ def test_the_distribution_is_the_one_asked_for(make, networks, params):
 def test_extreme_noise_never_leaves_the_allowed_tokens(monkeypatch, noise):
     monkeypatch.setattr(decoding, "uniforms", lambda keys, positions: np.full(len(keys), noise))
     logits = torch.tensor([[1.0, 5.0, 4.9, 0.5], [-200.0, 1.0, 1.0, -200.0], [0.1, 0.2, 0.3, 0.4]])
-    rows = decoding.SamplingRows(3)
+    rows = decoding.RowTable(3)
     for i, request in enumerate([ask(prompt(1), top_k=2), ask(prompt(1)), ask(prompt(1))]):
         rows.put(i, request)
     tokens, *_ = decoding.sample(logits, rows)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FunctionType
@@ -30,7 +29,6 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
 from gcore.content.tokens import Tokens
-from gcore.generation.engine_shell import JobQueue
 from gcore.generation.sglang import SglangEngine
 from gcore.generation.sglang_core import SglangOptions
 from gcore.prompts.tokenizer import build_char_tokenizer
@@ -79,7 +77,7 @@ def sglang(network: Any, max_concurrent: int = 32) -> SglangEngine:
     asyncio.run(asyncio.wait_for(engine.load_weights(0, weights_of(network)), 60))
     stats = asyncio.run(engine.stats())
     assert not (stats.running or stats.waiting)
-    engine._options = replace(engine._options, max_concurrent=max_concurrent)
+    engine.backend.max_concurrent = max_concurrent
     engine._generated, engine._busy_s = 0, 0.0
     return engine
 
@@ -157,7 +155,7 @@ def test_the_models_own_end_of_sequence_is_a_token_like_others(networks):
 
 def test_aborting_one_spares_those_whose_numbers_begin_alike(networks):
     engine = sglang(networks["qwen3"])
-    engine._queue = JobQueue()  # counts arrivals from 0
+    engine.backend._num_added = 0
 
     async def give_up() -> list[Completion]:
         calls = [asyncio.ensure_future(engine.generate([ask(prompt(4), 50, key=i)], f"{i}")) for i in range(15)]
@@ -278,7 +276,7 @@ def test_the_process_around_it_stays_as_it_was(networks):
     assert started
     doomed(networks["qwen3"]).close()
     assert engine._thread.is_alive() is False
-    sockets = (engine._server.manager.send_to_scheduler, engine._server.front.send_to_rpc)
+    sockets = (engine.backend._server.manager.send_to_scheduler, engine.backend._server.front.send_to_rpc)
     assert [socket.context.closed for socket in sockets] == [True, True]  # they would keep the process from ending
     assert [child.is_running() and "scheduler" in child.name() for child in started] == [False] * len(started)
     assert other.poll() is None
@@ -297,7 +295,7 @@ def test_closing_ends_waiters(networks):
 
 def test_a_killed_scheduler_reaches_everyone_who_waits(networks):
     engine = doomed(networks["qwen3"], max_concurrent=2)
-    (process,) = engine._server._processes
+    (process,) = engine.backend._server._processes
 
     def kill() -> None:
         process.kill()
@@ -320,7 +318,7 @@ def test_the_scheduler_ends_with_the_process_that_opened_it():
             "from gcore.generation.sglang_core import SglangOptions\n"
             "if __name__ == '__main__':\n"
             f"    engine = SglangEngine(Path({folder!r}), SglangOptions(4, 64, dtype='float32', cpu_cache_gib=0.1))\n"
-            "    print(engine._server._processes[0].pid, flush=True)\n"
+            "    print(engine.backend._server._processes[0].pid, flush=True)\n"
             "    import time; time.sleep(600)\n"
         )
         script = Path(folder) / "role.py"

@@ -137,7 +137,7 @@ class Witness:
 
 def probe(tensor_parallel: int) -> None:
     """Runs in a process that joins the cluster. Prints the place of every role, also of an engine that died."""
-    from gcore.config import load_config
+    from gcore.config.load import load_config
     from gcore.launch.build import build_runtime
     from gcore.launch.machines import see_cluster
     from gcore.launch.plan import make_plan

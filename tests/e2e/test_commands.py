@@ -11,6 +11,7 @@ import yaml
 
 from gcore import cli
 from tests.e2e.helpers import RECIPE, gcore, gcore_process, rows, train, write_recipe
+from tests.unit.test_full_disk import no_file_above
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,15 @@ def test_export_to_a_place_that_cannot_be_written(finished, tmp_path, place):
     done = gcore("export", str(finished), str(tmp_path / place))
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
     assert f"{tmp_path / place}: cannot write to it: " in done.stderr
+
+
+@pytest.mark.parametrize("size", [0, 4000, 40_000])
+def test_export_to_a_disk_that_becomes_full(finished, tmp_path, size):
+    """With space for nothing, for config.json and for half of the weights."""
+    with no_file_above(size):
+        done = gcore("export", str(finished), str(tmp_path / "model"))
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert f"{tmp_path / 'model'}: not exported: " in done.stderr and "File too large" in done.stderr
 
 
 def test_sft_only(tmp_path):

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from gcore.checkpoint.tensors import read, shapes
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.diffusion.samplers import schedule_of
 from gcore.observe.samples import read_samples
 from tests.e2e import helpers

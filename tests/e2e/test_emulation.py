@@ -12,7 +12,6 @@ import yaml
 from tests.e2e.helpers import gcore, rows, steps
 
 ALPHABET = "0123456789+-*/= "
-SPEED = 200.0
 RECIPE: dict[str, Any] = {
     "run": {"name": "emulated", "steps": 3, "seed": 1},
     "runtime": "local",
@@ -21,7 +20,7 @@ RECIPE: dict[str, Any] = {
     "data": {"train": {"task": "arithmetic"}, "max_prompt_length": 32},
     "generation": {
         "engine": "emulated",
-        "emulated": {"base_s": 0.02, "prefill_s_per_token": 1e-4, "mean_tokens": 40, "speed": SPEED},
+        "emulated": {"base_s": 1e-4, "prefill_s_per_token": 5e-7, "mean_tokens": 40},
         "max_response_length": 120,
         "max_concurrent": 8,
     },
@@ -33,7 +32,7 @@ RECIPE: dict[str, Any] = {
                 "template": "{{ prompt }}{{ response }}",
                 "verdict": r"(\d)",
                 "engine": "emulated",
-                "emulated": {"mean_tokens": 30, "sigma": 0.2, "speed": SPEED},
+                "emulated": {"base_s": 1e-4, "mean_tokens": 30, "sigma": 0.2},
                 "replicas": 2,
                 "max_prompt_length": 200,
                 "max_response_length": 60,
@@ -46,7 +45,7 @@ RECIPE: dict[str, Any] = {
         "filter": "FILTER",
         "deterministic": False,
     },
-    "training": {"backend": "emulated", "emulated": {"seconds_per_token": 1e-3, "speed": SPEED}},
+    "training": {"backend": "emulated", "emulated": {"seconds_per_token": 5e-6}},
     "placement": {"policy": {"replicas": 2}, "trainer": {"ranks": 1}},
     "observe": {"progress": "plain"},
 }

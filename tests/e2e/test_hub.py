@@ -81,6 +81,29 @@ def commits(hub) -> dict[str, str]:
     return {name: revisions["main"] for (_, name), revisions in hub.revisions.items()}
 
 
+def test_the_recipe_that_the_page_of_keys_opens_with(hub, tmp_path):
+    """recipes/gsm8k.yaml, with a small model of the same id, a smaller step and an engine that is installed."""
+    alphabet = "".join(chr(code) for code in range(32, 127)) + "\n"
+    shape = {**RECIPE["model"]["build"], "alphabet": alphabet, "max_length": 1024}
+    small = Model.model_validate({"build": shape})
+    tokenizer = load_tokenizer(small)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    load_model(small, tokenizer, 0, torch.float32, torch.device("cpu")).save_pretrained(tmp_path / "small")
+    tokenizer.save_pretrained(tmp_path / "small")
+    hub.add_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path / "small")
+    sums = [{"question": f"{n}+1?", "answer": f"One more.\n#### {n + 1}"} for n in range(8)]
+    lines = "".join(json.dumps(row) + "\n" for row in sums).encode()
+    card = CARD.replace(b"default", b"main")
+    hub.add(DATASETS, "openai/gsm8k", {"README.md": card, "t.jsonl": lines, "e.jsonl": lines})
+    smaller = ("generation.engine=embedded", "run.steps=1", f"run.dir={tmp_path}", "runtime=local", "data.eval.size=2")
+    smaller += ("sampling.prompts_per_step=4", "sampling.samples_per_prompt=2", "generation.max_response_length=8")
+    done = gcore(hub, tmp_path / "home", "train", "gsm8k", *smaller)
+    assert done.returncode == 0, done.stderr
+    found = rows(tmp_path / "gsm8k")
+    assert [row["eval/prompts"] for row in found if "eval/prompts" in row] == [2, 2]
+    assert [row["batch/samples"] for row in found if "batch/samples" in row] == [8]
+
+
 def test_ids_are_pinned_into_the_run(hub, trained):
     config = yaml.safe_load((trained / "runs" / "tiny" / "config.yaml").read_text())
     pinned = commits(hub)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from gcore.cli import main
-from gcore.config.base import Model
+from gcore.config.base import Model, StoredModel
 from gcore.config.rewards import ScalarReward
 from gcore.content.tokens import Tokens
 from gcore.hub import pin_model
@@ -71,7 +71,7 @@ def trained(recipe):
 
 def scores(folder: Path, *answers: str) -> list[float]:
     """As a run would have them: the folder's own tokenizer and template, through the source and the served model."""
-    spec = ScalarReward(name="evens", model=Model(path=str(folder)))
+    spec = ScalarReward(name="evens", model=StoredModel(path=str(folder)))
     model = ScalarModel(load_scorer(spec.model, 0, torch.float32, CPU), max_tokens_per_batch=1024)
     prompt = Prompt(0, 0, ({"role": "user", "content": "3+4="},), "", Tokens(np.array([1], np.int32)))
     steps = np.zeros(1, np.float32)
@@ -98,7 +98,7 @@ def test_the_folder_of_the_run_serves(trained):
     assert AutoTokenizer.from_pretrained(exported).chat_template
     good, bad, also_good, also_bad = scores(folder, "12", "13", "18", "17")
     assert min(good, also_good) > max(bad, also_bad)
-    assert pin_model(Model(path=str(folder))).path == str(exported)
+    assert pin_model(StoredModel(path=str(folder))).path == str(exported)
 
 
 def test_what_is_printed_and_logged(trained):

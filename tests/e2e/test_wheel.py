@@ -24,6 +24,7 @@ NEEDS = {
     "smollm2": "model.path=models/smollm2: no such file or folder",
 }
 NEEDS_PACKAGE = {"diffusion": "diffusers", "vision": "PIL", "vllm_judge": "vllm"}
+NEEDS_HUB = ("gsm8k",)
 
 pytestmark = pytest.mark.release
 
@@ -82,6 +83,8 @@ def test_every_recipe_by_its_name(installed, empty):
         if name in NEEDS:
             assert done.returncode == 2 and NEEDS[name] in done.stderr, said
             assert f"({name} needs: " in done.stderr.splitlines()[-1]
+        elif name in NEEDS_HUB:
+            assert done.returncode == 2 and ("HF_HUB_OFFLINE forbids" in done.stderr or "vllm" in done.stderr), said
         elif done.returncode:
             code = f"import {NEEDS_PACKAGE.get(name, 'gcore')}"
             assert done.returncode == 2 and ran(installed.python, "-c", code, cwd=empty).returncode, said

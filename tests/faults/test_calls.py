@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.observe.events import read_events
 from gcore.types import UserError
 from tests.e2e.helpers import gcore_process, rows, steps, train, untimed, write_recipe

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.config.run import Run
 from gcore.driver import supervise
 from gcore.driver.heal import RestartBudget, RoleWatch, is_healable

@@ -24,7 +24,7 @@ from gcore.controller.collect import Collector, spread
 from gcore.controller.prompt_ledger import Collected
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
-from gcore.rewarding.http import HttpSource, RetryDelays
+from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import EngineBackend
 from gcore.rewarding.rewarder import WeightedRewarder
@@ -182,7 +182,10 @@ def test_a_server_that_fails(fault):
         spec = HttpReward(
             name="server", url=f"http://127.0.0.1:{port}/", timeout_s=3 if fault == "slow" else 30, attempts=3
         )
-        rewarders = [WeightedRewarder([HttpSource(spec, delays=RetryDelays(first_s=0.01))]) for _ in range(CONTROLLERS)]
+        sources = [HttpSource(spec) for _ in range(CONTROLLERS)]
+        for source in sources:
+            source.client.first_delay_s = 0.01
+        rewarders = [WeightedRewarder([source]) for source in sources]
         try:
             return await run(rewarders), rewarders
         finally:

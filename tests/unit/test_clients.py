@@ -16,7 +16,7 @@ from gcore.clients import (
     Client,
     ControllerClient,
     EngineClient,
-    Remote,
+    RemoteMethod,
     ScorerClient,
     TrainerClient,
 )
@@ -29,7 +29,7 @@ PACKAGE = Path(gcore.__file__).parent
 
 
 def methods(kind: type) -> dict[str, list[str]]:
-    remote = {name: value.method if isinstance(value, Remote) else value for name, value in vars(kind).items()}
+    remote = {name: value.method if isinstance(value, RemoteMethod) else value for name, value in vars(kind).items()}
     functions = {name: value for name, value in remote.items() if inspect.isfunction(value) and name[0] != "_"}
     assert all(value.__name__ == name for name, value in functions.items())
     return {name: list(inspect.signature(value).parameters) for name, value in functions.items()}

@@ -508,6 +508,35 @@ for i in range(9):
     ctypes.memset(p, 1, 100 << 20)
     c.shmdt(ctypes.c_void_p(p))
 """,
+    "semaphores of System V": """
+import ctypes
+c = ctypes.CDLL(None)
+for _ in range(400): assert c.semget(0, 32000, 0o1600) >= 0
+time.sleep(1)
+""",
+    "messages of System V": """
+import ctypes
+c = ctypes.CDLL(None)
+message = (ctypes.c_long * 1025)(1)
+for _ in range(32000):
+    queue = c.msgget(0, 0o1600)
+    assert queue >= 0
+    for _ in range(2): c.msgsnd(queue, message, 8192, 0o4000)
+time.sleep(1)
+""",
+    "buffers of sockets": """
+import socket
+for _ in range(14):
+    if os.fork() == 0: break
+pairs = [socket.socketpair() for _ in range(28)]
+for one in sum(pairs, ()):
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+    one.setblocking(False)
+    try:
+        while True: one.send(bytes(1 << 16))
+    except BlockingIOError: pass
+time.sleep(2)
+""",
     "another file system": """
 import ctypes
 c = ctypes.CDLL(None)

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from gcore.cli import main
-from gcore.config import dump_config, load_config
-from gcore.config.load import FORMER, all_keys, parse_yaml, read_tree, validate
-from gcore.config.reference import reference, schema
+from gcore.config.leaves import leaves_of
+from gcore.config.load import all_keys, dump_config, load_config, parse_yaml, read_tree, validate
+from gcore.config.names import FORMER
+from gcore.config.reference import START, reference, schema
 from gcore.config.training import Training
 from gcore.config.tree import Config
 from gcore.types import UserError
@@ -59,11 +60,23 @@ def test_the_nearest_key_is_named(recipe, wrong, meant):
 @pytest.mark.parametrize(("former", "answer"), FORMER.items())
 def test_a_former_name_of_a_key_is_answered(recipe, former, answer):
     key, _, remark = answer.partition(" ")
-    assert (
-        refused(recipe, f"{former}=3")
-        == f"{recipe}: {former}: unknown key; did you mean {key}?{remark and ' ' + remark}"
-    )
-    assert key in all_keys() and former not in all_keys()
+    said = f"did you mean {key}?{remark and ' ' + remark}" if key in all_keys() else answer
+    items = {
+        "rewards.judges": "{name: a, template: b, model: {path: c}}",
+        "rewards.models": "{name: a, model: {path: c}}",
+    }
+    section = next((section for section in items if former.startswith(section)), "")
+    given = former.replace(section, f"{section}.0") if section else former
+    lists = [f"{section}=[{items[section]}]"] if section else []
+    assert refused(recipe, *lists, f"{given}=3") == f"{recipe}: {given}: unknown key; {said}"
+    assert (key in all_keys() or answer.startswith("remove it")) and former not in all_keys()
+
+
+def test_a_model_that_scores_is_not_built(recipe):
+    """With random weights."""
+    said = "random weights cannot score; expected path instead (objective=reward_model trains a model)"
+    assert refused(recipe, "critic.model={build: {}}").endswith(f"critic.model.build: {said}")
+    assert f"rewards.models.0.model.build: {said}" in refused(recipe, "rewards.models=[{name: a, model: {build: {}}}]")
 
 
 def test_a_value_in_the_place_of_a_section(recipe):
@@ -192,6 +205,22 @@ def test_overrides(recipe, override, get, value):
     assert get(load_config(recipe, [override])) == value
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("training.lr=1e38", r"training: lr=1e\+38; expected a number of at most 1e\+30"),
+        (
+            "rewards.functions.0.weight=-1e99",
+            r"rewards.functions.0: weight=-1e\+99; expected a number of at most 1e\+30",
+        ),
+        ("run.hang_s=1e12", r"run.hang_s: input should be less than or equal to 1000000000, got 1000000000000"),
+    ],
+)
+def test_numbers_that_overflow_are_refused(recipe, given, message):
+    """PyTorch raises an error without the name of the key, and clocks do."""
+    assert re.search(message, refused(recipe, given))
+
+
 @pytest.mark.parametrize("number", [".inf", "-.inf", ".nan", "1e999"])
 @pytest.mark.parametrize(
     "key", ["training.lr", "algorithm.entropy_coef", "rewards.functions.0.weight", "rewards.timeout_s", "run.hang_s"]
@@ -309,6 +338,11 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
 def test_recipes_parse(path):
     assert load_config(path).run.steps > 0
+
+
+def test_the_page_of_keys_opens_with_25_of_them():
+    assert len(list(leaves_of({**read_tree(ROOT / START), "observe": {"eval_every": 1, "trackers": ""}}))) == 25
+    assert (ROOT / START).read_text() in reference()
 
 
 def test_there_are_recipes():

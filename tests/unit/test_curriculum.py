@@ -19,13 +19,13 @@ def curriculum(**keys) -> CurriculumOrder:
 
 
 def test_running_rates_by_hand():
-    """The first group counts in full, later ones with weight `newest`, in the order of the prompts."""
-    found = curriculum(newest=0.25)
+    """The first group counts in full, later ones half, in the order of the prompts."""
+    found = curriculum()
     found.update([(9, 5, 1.0), (4, 5, 0.5), (6, 11, 0.0)])
-    assert found.state() == {"rows": [5, 11], "drawn": [2, 1], "failed": [0, 0], "rates": [0.625, 0.0]}
-    assert found.weights().tolist() == [1.0, 1.0, 4 * 0.625 * 0.375, 1.0, 0.1]
+    assert found.state() == {"rows": [5, 11], "drawn": [2, 1], "failed": [0, 0], "rates": [0.75, 0.0]}
+    assert found.weights().tolist() == [1.0, 1.0, 4 * 0.75 * 0.25, 1.0, 0.1]
     assert found.metrics() == {
-        "curriculum/pass_rate": 0.3125,
+        "curriculum/pass_rate": 0.375,
         "curriculum/solved_frac": 0.0,
         "curriculum/unsolved_frac": 0.5,
         "curriculum/seen_frac": 0.4,

@@ -46,8 +46,8 @@ def speed_of(base_s: float, slots: int = 8, **timing: float) -> ReplicaSpeed:
     return ReplicaSpeed(base_s, max_concurrent=slots, **{**dict.fromkeys(rest, 0.0), **timing})
 
 
-def make(base_s: float = 1.0, *, slots: int = 8, speed: float = 1.0, **timing: float) -> EmulatedEngine:
-    return EmulatedEngine(speed_of(base_s, slots, **timing), lengths=by_key, speedup=speed)
+def make(base_s: float = 1.0, *, slots: int = 8, **timing: float) -> EmulatedEngine:
+    return EmulatedEngine(speed_of(base_s, slots, **timing), lengths=by_key)
 
 
 def quiet(generated: int, busy_s: float, waiting: int = 0) -> EngineStats:
@@ -171,16 +171,16 @@ def test_requests_of_one_call_share_the_slots_and_are_answered_in_their_order():
     run(main)
 
 
-@pytest.mark.parametrize("speed", [0.25, 1.0, 1000.0])
-def test_speedup_is_emulated_seconds_per_second(speed):
-    engine = make(1.0, per_sequence_s=1.0, prefill_s_per_token=0.5, speed=speed)
-    alone = 0.5 + 2 * 10
-    assert ends(engine, (ask(10), 0.0)) == pytest.approx([alone / speed], rel=1e-9)
+@pytest.mark.parametrize("unit", [4.0, 1.0, 0.001])
+def test_a_slow_and_a_fast_device(unit):
+    engine = make(unit, per_sequence_s=unit, prefill_s_per_token=unit / 2)
+    alone = unit * (0.5 + 2 * 10)
+    assert ends(engine, (ask(10), 0.0)) == pytest.approx([alone], rel=1e-9)
 
     async def busy() -> float:
         return (await engine.stats()).busy_s
 
-    assert run(busy) == pytest.approx(alone, rel=1e-9)  # emulated seconds
+    assert run(busy) == pytest.approx(alone, rel=1e-9)
 
 
 def test_many_requests_at_changing_speed_agree_with_a_plain_model():

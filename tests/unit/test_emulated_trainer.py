@@ -56,15 +56,15 @@ def now() -> float:
 
 def test_it_takes_a_third_of_its_time_to_prepare_and_the_whole_to_update():
     async def main() -> None:
-        trainer = EmulatedTrainer(0.03, speed=2.0, lr=0.5)
+        trainer = EmulatedTrainer(0.03, lr=0.5)
         samples = [sample(n, 10 + n) for n in range(5)]  # 60 tokens
         (batch,) = laid_out(samples, 1, mini_batches=2)
         await trainer.push(0, samples[:3])
         await trainer.push(1, samples[3:])
         await trainer.prepare(batch)
-        assert now() == pytest.approx(0.3)  # 60 x 0.03 / 3, at twice the speed
+        assert now() == pytest.approx(0.6)  # 60 x 0.03 / 3
         stats = await trainer.update(batch)
-        assert now() == pytest.approx(1.2)
+        assert now() == pytest.approx(2.4)
         assert trainer.busy_s == pytest.approx(2.4)
         assert stats.metrics["rollout/importance_mean"] == Metric(50.0, 50.0)
         assert stats.metrics["actor/loss"].value == 0.0
@@ -165,10 +165,6 @@ def test_a_recipe_may_emulate_all_roles_or_only_the_engines():
         ({"training": {"backend": "emulated"}}, "section `training.emulated` is not set"),
         ({"training": {"emulated": {}}}, "training.backend=fsdp, section `training.emulated` is set"),
         ({"generation": {"max_response_length": 32}}, "has no weights for engines, got generation.engine=embedded"),
-        (
-            {"training": {"backend": "emulated", "emulated": {"speed": 3.0}}},
-            r"emulated.speed: got \[1.0, 3.0\]",
-        ),
     ],
 )
 def test_incompatible_settings_are_rejected(top, words):

@@ -6,14 +6,13 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gcore.content.tokens import Tokens
-from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
+from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.sleep import SleepState
 from gcore.protocols import MemoryChange, RoleError
 from gcore.runtime.local import LocalHandle
@@ -22,14 +21,12 @@ from gcore.weights.broadcast import BroadcastError
 from gcore.weights.receiver import WeightReceiver
 
 
-class Counter:
+class Counter(DecodeBackend):
     """The tokens of a job are 0, 1, 2, ... `slots` jobs at a time; `log` has the calls."""
-
-    compute_lock = nullcontext()
 
     def __init__(self, slots: int = 2) -> None:
         self.jobs: list[Job] = []
-        self.slots, self.log, self.admitted = slots, list[Any](), list[str]()
+        self.max_concurrent, self.log, self.admitted = slots, list[Any](), list[str]()
         self.fails_at = ""
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
@@ -39,9 +36,6 @@ class Counter:
     def check(self, request: Request) -> None:
         if request.params.max_tokens < 1:
             raise UserError("no tokens")
-
-    def room(self, waiting: int) -> int:
-        return min(self.slots - len(self.jobs), waiting)
 
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
         self._call("admit")
@@ -67,7 +61,7 @@ class Counter:
     def remove(self, jobs: Collection[Job]) -> None:
         self.jobs = [job for job in self.jobs if job not in jobs]
 
-    def load(self, tensors: Mapping[str, Any]) -> None:
+    def load(self, tensors: Mapping[str, Any], version: int, last: bool) -> None:
         self.log.append(("load", *tensors))
 
     def finish_load(self) -> Collection[Job]:
@@ -202,7 +196,7 @@ def test_a_failed_command_keeps_its_class_and_the_engine_goes_on():
     """The sender of weights repeats a broadcast that failed: it knows the failure by its class."""
 
     class Fails(Counter):
-        def load(self, tensors: Mapping[str, Any]) -> None:
+        def load(self, tensors: Mapping[str, Any], version: int, last: bool) -> None:
             if "failed" not in self.log:
                 self.log.append("failed")
                 raise BroadcastError("a member died")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.cost.costs import SHAPES
 from gcore.generation.routing import own_replicas
 from gcore.launch import gpu_memory

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gcore.config.data import Dataset
-from gcore.config.evaluation import Evaluation
 from gcore.config.load import dump_config, parse_yaml, validate
+from gcore.config.run import Evaluation
 from gcore.config.tree import Config
 from gcore.controller.evaluation import _set_row, pass_at_k, rows_of, sums_of
 from gcore.types import UserError

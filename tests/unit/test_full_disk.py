@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gcore.config.observe import Observe
+from gcore.config.run import Observe
 from gcore.observe import files
 from gcore.observe.events import EventLog, read_events
 from gcore.observe.files import LineFile, problem, take_notes

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from gcore.config import load_config
-from gcore.config.load import dump_config
+from gcore.config.load import dump_config, load_config
 from gcore.launch.auto_placement import choose_mode
 from gcore.launch.gpu_assignment import GpuAssignment, separate_gpus, shared_gpus
 from gcore.launch.machines import Machine

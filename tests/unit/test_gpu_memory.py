@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.cost.costs import SHAPES
 from gcore.cost.training_memory import adapter_parameters
 from gcore.launch import gpu_memory
@@ -188,7 +188,7 @@ def test_policy_engines(config):
     wide = config("7B", "generation.tensor_parallel=4", "placement.policy.replicas=2")
     assert beside(wide, EIGHT) == (40e9, ASLEEP, ASLEEP + weights / 4)
     assert beside(config("7B", "placement.mode=disaggregated"), EIGHT) == (0, 0, 0)
-    assert beside(config("7B", "generation.device=cpu")) == (0, 0, 0)
+    assert beside(config("7B", "training.device=cpu")) == (0, 0, 0)
 
 
 def test_the_embedded_engine_keeps_weights_and_cache(config):

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from gcore.config.rewards import HttpReward
-from gcore.rewarding.http import HttpSource, RetryDelays, _retry_after_s
+from gcore.rewarding.http import HttpSource, _retry_after_s
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.types import RewardError, UserError
 from tests.unit.test_rewarding import group_of
@@ -65,9 +65,10 @@ def http(server: Server, scenario, path="/score", **spec):
     """Runs `await scenario(blend, source)` against the server; the source is closed at the end."""
 
     async def main():
-        delays = RetryDelays(first_s=0.001, longest_retry_after_s=spec.pop("longest_retry_after_s", 60.0))
+        longest_retry_after_s = spec.pop("longest_retry_after_s", 60.0)
         async with served(server) as url:
-            source = HttpSource(HttpReward(name="remote", url=f"{url}{path}", **spec), delays=delays)
+            source = HttpSource(HttpReward(name="remote", url=f"{url}{path}", **spec))
+            source.client.first_delay_s, source.client.longest_retry_after_s = 0.001, longest_retry_after_s
             try:
                 return await asyncio.wait_for(scenario(WeightedRewarder([source]), source), 60)
             finally:
@@ -302,7 +303,8 @@ def test_no_server_at_the_url():
     with socket.socket() as taken:  # bound, so that no other process gets the port, but not listening
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
-        source = HttpSource(HttpReward(name="remote", url=url, attempts=3), delays=RetryDelays(first_s=0.001))
+        source = HttpSource(HttpReward(name="remote", url=url, attempts=3))
+        source.client.first_delay_s = 0.001
         blend = WeightedRewarder([source])
 
         async def main():
@@ -323,7 +325,7 @@ def test_a_server_that_hangs_up():
 
 
 def test_pauses_grow_with_jitter_up_to_a_cap():
-    source = HttpSource(HttpReward(name="remote", url="http://h"), delays=RetryDelays(first_s=0.25, longest_s=10.0))
+    source = HttpSource(HttpReward(name="remote", url="http://h"))
     for turn, most in ((1, 0.25), (2, 0.5), (3, 1.0), (6, 8.0), (7, 10.0), (5000, 10.0)):
         delays = [source.client.delay_s(turn, 0.0) for _ in range(200)]
         assert all(most / 2 <= pause <= most for pause in delays)

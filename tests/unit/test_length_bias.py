@@ -99,7 +99,7 @@ def test_the_logged_length_bias_tells_them_apart(bias, mode, low, high):
 
 def test_the_row_has_the_ratio_of_the_means():
     part = {
-        **dict.fromkeys(["samples", "groups", "reward", "reward_squares", "no_spread", "clipped", "reward_drawn"], 1),
+        **dict.fromkeys(["samples", "groups", "reward", "no_spread", "clipped", "reward_drawn"], 1),
         **dict.fromkeys(["samples_drawn", "drawn", "pending", "age", "max_age", "max_length", "peak_rss_mb"], 1),
         **{"dropped": {}, "counts": {}, "parts": {}, "tokens": 30, "tokens_eligible": 160, "samples_eligible": 4},
         **{"rewards": np.ones(1), "lengths": np.full(1, 30)},

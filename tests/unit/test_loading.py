@@ -127,6 +127,18 @@ def test_missing_and_unknown_names(tmp_path):
         filled(edited(tmp_path, model__odd__weight=None, **{name.replace(".", "__"): torch.ones(2, 2)}))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(bad, tmp_path):
+    save(FAMILIES["qwen3"](), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
+    tensors[name][3, 5] = bad
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"model\.path={tmp_path}: {name} is NaN or infinite"):
+        load_model(path_of(tmp_path), None, 0, torch.float32, CPU)
+
+
 def test_without_safetensors_the_whole_model_is_read(tmp_path, caplog):
     save(FAMILIES["llama"](), tmp_path)
     expected = load_model(path_of(tmp_path), None, 0, torch.float32, CPU)

@@ -17,8 +17,8 @@ import yaml
 
 from gcore.checkpoint import store, tensors
 from gcore.checkpoint.export import adapter_folder, export
-from gcore.config import load_config
 from gcore.config.base import Lora
+from gcore.config.load import load_config
 from gcore.config.tree import Config
 from gcore.cost.workload import CostModel
 from gcore.models.networks import LORA_A, LORA_B, adapters_of

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from gcore.cli import main
-from gcore.config.foreign_names import TABLES, TRL, VERL, key_of, leaves, own_name
 from gcore.config.load import all_keys, load_config, parse_yaml
+from gcore.config.names import TABLES, key_of, leaves, own_name
 from gcore.config.tree import Config
 from gcore.rewarding.signatures import load_reward
 from gcore.types import UserError
@@ -23,6 +23,7 @@ from tests.e2e.helpers import write_recipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 KEYS = set(all_keys())
+TRL, VERL = TABLES["TRL"], TABLES["verl"]
 GPUS = 8  # of the page
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from gcore import user_files
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.launch import node_checks
 from gcore.launch.machines import Cluster, Machine
 from gcore.launch.node_checks import Difference, NodeGate, check_nodes, differences, needed_files, sent_files

@@ -151,6 +151,7 @@ OBJECTIVES = {
         8,
         lambda steps, _: (-steps.advantages_S * steps.logprobs_S / steps.mask_S, {"x": 1 / steps.mask_S}),
     ),
+    "gaussian": objective.policy(Algorithm(kl_coef=0.1), MINI, 8),
     "warm_start": objective.demonstrations(MINI, "warm_start"),
     "value": objective.value(MINI, 0.2),
     "demonstrations": objective.demonstrations(MINI),
@@ -169,9 +170,17 @@ def test_what_is_at_masked_steps_does_not_matter(name, bad):
     names = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
     values = {f"{each}_S": -torch.rand(24, generator=generator) for each in names}
     outputs = [-torch.rand(24, generator=generator) for _ in range(1 if name == "value" else 2)]
+    if name == "gaussian":
+        outputs.append(torch.rand(24, 5, generator=generator))
+        values["ref_location_SD"] = torch.rand(24, 5, generator=generator)
+
+    def with_holes(values_S, hole):
+        filled = values_S.clone()
+        filled[mask_S == 0] = hole
+        return filled
 
     def computed(hole):
-        filled = {key: torch.where(mask_S > 0, each, hole) for key, each in values.items()}
+        filled = {key: with_holes(each, hole) for key, each in values.items()}
         columns = StepColumns(
             mask_S=mask_S,
             sample_S=torch.arange(24) // 6,
@@ -179,14 +188,16 @@ def test_what_is_at_masked_steps_does_not_matter(name, bad):
             rewards_B=torch.tensor([1.0, 0.0, 0.0, 1.0]),
             **filled,
         )
-        leaves = [torch.where(mask_S > 0, each, hole).requires_grad_() for each in outputs]
+        leaves = [with_holes(each, hole).requires_grad_() for each in outputs]
         loss, parts = OBJECTIVES[name](leaves, columns)
         loss.backward()
-        gradients = [torch.zeros(24) if leaf.grad is None else leaf.grad for leaf in leaves]
-        return loss.item(), [g[mask_S > 0].tolist() for g in gradients], objective.to_metrics([parts])
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        assert not any(gradient[mask_S == 0].any() for gradient in gradients)  # NaN would count, too
+        return loss.item(), [g.flatten().tolist() for g in gradients], objective.to_metrics([parts])
 
     expected = computed(0.0)
     assert computed(bad) == expected and torch.tensor(expected[0]).isfinite() and any(map(any, expected[1]))
+    assert name != "gaussian" or any(expected[1][2])  # the KL is that of the locations
 
 
 def test_metrics_by_hand():

@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.config.observe import Observe
+from gcore.config.run import Observe
 from gcore.observe import trace as trace_module
 from gcore.observe.files import take_notes
 from gcore.observe.metrics import MetricsWriter, read_rows, rewind
-from gcore.observe.placement_log import PlacementLog, rewind_placement
+from gcore.observe.placement_log import PlacementLog
 from gcore.observe.progress import Progress, RunView, Status, plain_line, resolve_mode, round_stride
 from gcore.observe.report import plot_reward, smooth, summarize, summary_text
 from gcore.observe.trace import Tracer, lowest_free_lanes, merge_traces
 from gcore.observe.values import count, duration, small, sparkline, stage_times
+from tests.unit.spans import span_at
 
 QUIET = Observe(trackers=[])
 
@@ -123,18 +124,18 @@ def test_the_log_of_placement_continues_after_the_steps_that_stay(tmp_path: Path
         file.write('{"kind": "timeline", "st')  # cut off by a kill
     now = 5000.0
     log = PlacementLog(tmp_path)  # before the files are rewound
-    rewind_placement(tmp_path, 1)
+    rewind(tmp_path, 1)
     log.write([{"kind": "timeline", "step": 2, "start": 5001.0, "end": 5004.5}])
     lines = [json.loads(line) for line in (tmp_path / "placement.jsonl").read_text().splitlines()]
     pieces = [(row["step"], row["start"], row["end"]) for row in lines if row["kind"] == "timeline"]
     assert pieces == [(0, 0.0, 8.0), (1, 10.0, 18.0), (2, 19.0, 22.5)]
     assert [(row["step"], row["at_s"]) for row in lines if row["kind"] == "move"] == [(0, 2.0), (1, 12.0)]
-    rewind_placement(tmp_path, 0, warm_start=0)
+    rewind(tmp_path, 0, warm_start=0)
     assert (tmp_path / "placement.jsonl").read_bytes() == b""
 
 
 def test_a_run_without_slots_has_no_log_of_placement(tmp_path: Path) -> None:
-    rewind_placement(tmp_path, 1)
+    rewind(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -243,7 +244,7 @@ def test_merged_spans_never_overlap_within_a_lane(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     tracer = Tracer(tmp_path, "controller-0")
     for start, length in zip(rng.uniform(0, 10, 300), rng.uniform(0, 1, 300), strict=True):
-        tracer.span_at("sample", 1000 + start, 1000 + start + length, lane="samples")
+        span_at(tracer, "sample", 1000 + start, 1000 + start + length, lane="samples")
     tracer.flush()
     lanes = defaultdict(list)
     for event in chrome(tmp_path):
@@ -282,7 +283,7 @@ def test_concurrent_tasks_and_threads_each_leave_their_span(tmp_path: Path) -> N
 def test_processes_are_ordered_named_and_relative_to_the_earliest(tmp_path: Path) -> None:
     for i, role in enumerate(["trainer-0", "engine-10", "engine-2", "controller-0", "driver", "reward-0"]):
         tracer = Tracer(tmp_path, role)
-        tracer.span_at("work", 50 + i, 50.5 + i, tokens=math.nan)
+        span_at(tracer, "work", 50 + i, 50.5 + i, tokens=math.nan)
         tracer.flush()
     merged = chrome(tmp_path)
     names = {e["pid"]: e["args"]["name"] for e in merged if e["name"] == "process_name"}
@@ -297,14 +298,14 @@ def test_processes_are_ordered_named_and_relative_to_the_earliest(tmp_path: Path
 
 def test_torn_lines_do_not_hurt_a_restarted_role(tmp_path: Path) -> None:
     before = Tracer(tmp_path, "engine-0")
-    before.span_at("a", 1, 2)
+    span_at(before, "a", 1, 2)
     before.flush()
     with (tmp_path / "trace" / "engine-0.jsonl").open("a") as file:
         file.write('{"name": "torn", "la')
     after = Tracer(tmp_path, "engine-0")
     with pytest.raises(RuntimeError), after.span("b"):
         raise RuntimeError
-    after.span_at("moved", 3, 4, slot=3)
+    span_at(after, "moved", 3, 4, slot=3)
     after.flush()
     found = {e["name"]: e for e in chrome(tmp_path) if e["ph"] == "X"}
     assert set(found) == {"a", "b", "moved"}
@@ -314,11 +315,11 @@ def test_torn_lines_do_not_hurt_a_restarted_role(tmp_path: Path) -> None:
 def test_tracer_keeps_memory_bounded_and_can_be_off(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path, "driver")
     for _ in range(trace_module.FLUSH_EVENTS + 1):
-        tracer.span_at("tick", 1, 2)
+        span_at(tracer, "tick", 1, 2)
     assert len((tmp_path / "trace" / "driver.jsonl").read_text().splitlines()) == trace_module.FLUSH_EVENTS
     off = Tracer(None, "driver")
     with off.span("nothing"):
-        off.span_at("nothing", 1, 2)
+        span_at(off, "nothing", 1, 2)
     off.flush()
     assert merge_traces(tmp_path / "empty") is None
 

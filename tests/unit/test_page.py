@@ -25,6 +25,7 @@ from gcore.observe.page_data import Segment, covered, read_recording
 from gcore.observe.page_html import render
 from gcore.observe.trace import Tracer, merge_traces
 from tests.unit.simulated import simulation
+from tests.unit.spans import span_at
 
 EVIL = "</script><script>alert(1)</script><!-- & \u2028 \"'"
 VOID = {"meta", "link", "br", "img", "input"}
@@ -337,11 +338,11 @@ def a_trace(folder: Path) -> None:
     for role, at in spans.items():
         tracer = Tracer(folder, role)
         if role == "trainer-0":
-            tracer.span_at("update", 1000.0, 1005.0)  # of the warm start
-            tracer.span_at("save", 1031.0, 1032.0)
+            span_at(tracer, "update", 1000.0, 1005.0)  # of the warm start
+            span_at(tracer, "save", 1031.0, 1032.0)
         for step in (1, 2):
             for name, start, end, number in at(10.0 * step):
-                tracer.span_at(name, 1000 + start, 1000 + end, **({} if number is None else {"step": number}))
+                span_at(tracer, name, 1000 + start, 1000 + end, **({} if number is None else {"step": number}))
         tracer.flush()
 
 
@@ -404,7 +405,7 @@ def test_two_judges_are_two_roles(tmp_path: Path) -> None:
     a_trace(folder)
     for name in ("judge-strict-0", "judge-strict-1", "scorer-style-0", "judge-trainer-0"):
         tracer = Tracer(folder, name)
-        tracer.span_at("generate", 1011.0, 1012.0)
+        span_at(tracer, "generate", 1011.0, 1012.0)
         tracer.flush()
     (shown,) = page_model([read_recording(folder)])["sources"]
     assert shown["roles"] == ["policy", "critic", "judge trainer", "strict", "style", "trainer", "switch", "controller"]
@@ -415,7 +416,7 @@ def test_a_trace_that_grew_is_merged_anew(tmp_path: Path) -> None:
     a_trace(folder)
     assert len(read_recording(folder).spans) == 2  # not merged yet: the run is in progress
     tracer = Tracer(folder, "controller-0")
-    tracer.span_at("step", 1030.0, 1040.0, step=3)
+    span_at(tracer, "step", 1030.0, 1040.0, step=3)
     tracer.flush()
     assert len(read_recording(folder).spans) == 3
 

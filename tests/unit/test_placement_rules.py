@@ -16,7 +16,6 @@ from gcore.placement.rules import (
     MovingRule,
     View,
     arranged,
-    end_s,
     generated_s,
     judged_s,
     request_limit,
@@ -28,6 +27,10 @@ SPEED = ReplicaSpeed(
     weights_s=3.0,
 )  # fmt: skip
 JUDGE = "judge"
+
+
+def end_s(view, known, power):
+    return EndEstimate(view, known).end_s(power)
 
 
 def costs(blocks=8, widths=(1, 1), speeds=None, roles=(POLICY, JUDGE)):
@@ -199,11 +202,8 @@ def test_no_move_within_the_margin():
     assert MovingRule(margin=0.99)(split, BACKLOG, costs()) == []
 
 
-def test_no_moves_when_stopping_or_cooling_down():
+def test_blocks_that_move_stay():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    assert MovingRule()(split, replace(BACKLOG, stopping=True), costs()) == []
-    assert MovingRule(cool_down_s=5)(split, replace(BACKLOG, since_move_s=4.9), costs()) == []
-    assert MovingRule(cool_down_s=5)(split, replace(BACKLOG, since_move_s=5.0), costs()) != []
     moving = frozenset(range(5))
     assert [m.block for m in MovingRule()(split, replace(BACKLOG, moving=moving), costs())] == [5]
 
@@ -277,7 +277,7 @@ def random_view(rng, roles, blocks):
 
     work = {b: rng.uniform(0, 50) for b in range(blocks) if rng.random() < 0.8}
     moving = frozenset(b for b in range(blocks) if rng.random() < 0.1)
-    return View({role: load() for role in roles}, work, moving, rng.choice([0.0, math.inf]), rng.random() < 0.1)
+    return View({role: load() for role in roles}, work, moving, rng.choice([0.0, math.inf]))
 
 
 @pytest.mark.parametrize("roles", [(POLICY, JUDGE), (POLICY, JUDGE, "critic")])
@@ -305,7 +305,6 @@ def test_every_move_is_valid(rule, roles):
         after = split.after(moves).check(known.grid)
         assert len({m.block for m in moves}) == len(moves)
         assert not {m.block for m in moves} & view.moving
-        assert not (view.stopping and moves)
         if isinstance(rule, MovingRule):
             for role, load in view.loads.items():
                 if load.needed > 0 and split.blocks(role):
@@ -318,7 +317,7 @@ def test_moves_stop_under_constant_load():
     for _ in range(100):
         known = costs(rng.randint(2, 16))
         split = shares(known.grid, {POLICY: rng.random(), JUDGE: rng.random()})
-        view = replace(random_view(rng, (POLICY, JUDGE), 0), since_move_s=math.inf, stopping=False)
+        view = replace(random_view(rng, (POLICY, JUDGE), 0), since_move_s=math.inf)
         made = []
         for _ in range(40):
             moves = MovingRule()(split, view, known)
@@ -369,7 +368,6 @@ def test_early_swap_moves_each_block_as_it_drains():
     assert early_swap(split, replace(view, loads={**view.loads, POLICY: Load(waiting=1, needed=1)}), known) == []
     back = View({POLICY: Load(waiting=4, needed=4), JUDGE: Load(running=1, needed=1)}, work={0: 0.0, 1: 2.0, 2: 0.0})
     assert early_swap(split, back, known) == [Move(2, JUDGE, POLICY, "drained, policy waits")]
-    assert early_swap(split, replace(view, stopping=True), known) == []
 
 
 def test_the_papers_rule_moves_one_block_from_the_least_to_the_most_utilised():

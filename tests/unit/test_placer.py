@@ -365,10 +365,10 @@ def test_the_requests_of_judges_are_limited(size):
     play(world)
     for placer, pools in zip(world.placers, world.pools, strict=True):
         assert placer.monitor.is_measured(JUDGE)
-        limit = pools[JUDGE]._router._own._limit
+        limit = pools[JUDGE]._router._tiers[0].limit
         most = request_limit(placer.monitor.expected(1, 1.0, 1).loads[JUDGE], placer.monitor.costs.speeds[JUDGE])
         assert limit == (most if size == 1 else -(-most // 3)) < 2 * SLOTS
-        assert pools[POLICY]._router._own._limit == shared_limit(SLOTS, size)
+        assert pools[POLICY]._router._tiers[0].limit == shared_limit(SLOTS, size)
 
 
 def test_an_engine_that_wakes_loads_weights_before_it_gets_requests():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.launch.machines import Machine
 from gcore.launch.plan import first_split, make_plan
 from gcore.placement.grid import POLICY, DeviceGrid, Split

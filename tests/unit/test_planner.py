@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import re
 import subprocess
 import sys
 
@@ -358,12 +360,21 @@ def test_wrong_constraints_are_rejected():
         Constraints(policy_tp=3)
     with pytest.raises(UserError, match=r"--price -1.0: expected 0 or more"):
         Constraints(price=-1.0)
+    for bad in ({"price": math.inf}, {"swap_s": math.nan}):
+        with pytest.raises(UserError, match=r"(--price inf|--swap-s nan): expected 0 or more"):
+            Constraints(**bad)
     with pytest.raises(UserError, match="--mode fast: expected one of colocated, static"):
         modes_of(["fast"])
     assert modes_of(None) == MODES and modes_of(["dynamic", "static"]) == ("static", "dynamic")
 
 
 # ---- the command ----
+
+
+def test_what_is_missing_is_no_negative_memory(capsys):
+    assert main(["plan", "--model", "70B", "--gpus", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "344.5 missing" in shown and "667.2 missing" in shown and not re.search(r"\s-\d", shown)
 
 
 def test_neither_torch_nor_ray_is_needed():

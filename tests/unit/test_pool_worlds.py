@@ -104,8 +104,8 @@ class World:
         (pool,) = (pool for pool in self.pools if ticket.startswith(pool._name))
         seen = observe(pool).replicas[replica.number]
         assert seen.closed == ()
-        tier = pool._router._tiers[replica.number]
-        assert tier._limit is None or seen.requests <= max(tier._limit, len(requests))
+        tier = pool._router._tier_of[replica.number]
+        assert seen.requests <= max(tier.limit, len(requests))
         self.happened["moved"] += any(request.position for request in requests)
 
     async def run(self) -> None:
@@ -119,7 +119,7 @@ class World:
         for pool in self.pools:
             seen = observe(pool)
             assert seen.waiting == 0 and all((r.requests, r.work) == (0, 0) for r in seen.replicas)
-            assert not pool._recalled and not any(pool._tickets) and not pool._aborts and not pool._waiting
+            assert not any(pool._calls) and not pool._aborts and not pool._waiting
         for replica in self.replicas:
             stats = await replica.engine.stats()
             assert (stats.running, stats.waiting) == (0, 0)

@@ -78,9 +78,9 @@ def config_of(folder: Path) -> Config:
     tree = copy.deepcopy(RECIPE)
     tree["model"] = {"path": str(folder)}
     tree["data"]["max_prompt_length"] = PROMPT
-    tree["generation"] = {"max_response_length": STEPS, "dtype": "bfloat16", "device": "cpu"}
+    tree["generation"] = {"max_response_length": STEPS, "dtype": "bfloat16"}
     tree["training"] = {"dtype": "bfloat16", "device": "cpu", "lr": 1e-3}
-    common = {"dtype": "bfloat16", "device": "cpu", "weight": 1.0}
+    common = {"dtype": "bfloat16", "weight": 1.0}
     lengths = {"max_prompt_length": PROMPT, "max_response_length": STEPS}
     judge = {"name": "judge", "model": {"path": str(folder)}, "template": "{response}", **lengths, **common}
     model = {"name": "scorer", "model": {"path": str(folder / "scorer")}, **common}

@@ -5,11 +5,10 @@ import copy
 import pytest
 import yaml
 
-from gcore.config import dump_config, load_config
 from gcore.config.advice import warnings
 from gcore.config.algorithm import ESTIMATORS, LOSSES
-from gcore.config.load import validate
-from gcore.config.presets import ALGORITHMS, PRESETS
+from gcore.config.load import dump_config, load_config, validate
+from gcore.config.presets import ALGORITHMS
 from gcore.config.tree import Config
 from gcore.training.objective import POLICY_LOSSES
 from gcore.types import UserError
@@ -43,7 +42,7 @@ NAMES = ("adv_estimator", "policy_loss", "loss_aggregation", "clip_ratio_low", "
 NAMES += ("kl_coef", "kl_estimator", "kl_in")
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("preset", list(ALGORITHMS))
 def test_a_preset_is_one_line(preset):
     config = config_of(algorithm={"preset": preset}, generation={"max_response_length": 10})
     assert tuple(getattr(config.algorithm, name) for name in NAMES) == PAPERS[preset]

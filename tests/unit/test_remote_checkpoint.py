@@ -13,7 +13,7 @@ import pytest
 
 from gcore.checkpoint import store
 from gcore.checkpoint.remote import Remote
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.controller.checkpointing import Checkpointer
 from gcore.driver import supervise
 from gcore.driver.heal import RestartBudget
@@ -51,6 +51,17 @@ def test_the_newest_copy_is_fetched_whole(tmp_path, url):
     assert store.damage(fetched) is None and store.read_state(fetched) == {"step": 10}
     assert remote.fetch(tmp_path / "b") is None, "it is there already"
     assert Remote(url, "other").fetch(tmp_path / "c") is None
+
+
+def test_a_copy_writes_nothing_beside_itself(tmp_path, monkeypatch):
+    """Keys of object stores may hold any text."""
+    remote = Remote(f"file://{tmp_path}/copies", "demo")
+    remote.copy_out(checkpoint(tmp_path / "a", 1))
+    found = remote._files.find
+    monkeypatch.setattr(remote._files, "find", lambda path: [*found(path), f"{path}/../step_1/../../../planted"])
+    with pytest.raises(UserError, match=r"got a file .*planted there; expected only files of checkpoints"):
+        remote.fetch(tmp_path / "b" / "c")
+    assert not store.complete(tmp_path / "b" / "c") and not list(tmp_path.rglob("planted"))
 
 
 def test_a_copy_without_its_manifest_does_not_count(tmp_path, url, monkeypatch):

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from gcore.config import dump_config
 from gcore.config.base import Model
 from gcore.config.judges import Judge, RemoteJudge
+from gcore.config.load import dump_config
 from gcore.config.tree import Config
 from gcore.generation.noise import noise_key
 from gcore.launch.build import Roles
@@ -24,7 +24,6 @@ from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.machines import Machine
 from gcore.launch.plan import make_plan
 from gcore.launch.preflight import preflight
-from gcore.rewarding.http import RetryDelays
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import RemoteBackend
 from gcore.rewarding.rewarder import WeightedRewarder
@@ -50,7 +49,9 @@ def judge_at(url, **spec):
     mode = spec.get("mode", "pointwise")
     defaults = {"name": "wise", "url": url, "template": POINTWISE if mode == "pointwise" else PAIRWISE}
     judge, key = RemoteJudge(**{**defaults, **spec}), "rewards.judges.0"
-    return JudgeSource(judge, RemoteBackend(judge, seed_of, key, RetryDelays(first_s=0.001)), key)
+    backend = RemoteBackend(judge, seed_of, key)
+    backend.client.first_delay_s = 0.001
+    return JudgeSource(judge, backend, key)
 
 
 def asked(server, scenario, **spec):

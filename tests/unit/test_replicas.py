@@ -13,7 +13,8 @@ import torch
 
 from gcore.checkpoint import store
 from gcore.clients import EngineClient
-from gcore.config import Config, load_config
+from gcore.config.load import load_config
+from gcore.config.tree import Config
 from gcore.controller import start_run
 from gcore.controller.checkpointing import Checkpointer
 from gcore.controller.engine_weights import EngineWeights

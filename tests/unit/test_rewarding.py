@@ -387,10 +387,15 @@ def test_weighted_sum_and_parts():
     assert rewarder.counts["retries"] == 0
 
 
-def test_a_sum_that_overflows_is_a_failure():
-    rewarder = rewarder_of(lambda completions: [1e308, 1.0], weights=(10.0,))
-    with pytest.raises(RewardError, match=r"prompt 70: the weighted sum of {'f0': 1e\+308} is not finite"):
+@pytest.mark.parametrize(
+    ("value", "weight", "total"), [(1e308, 10.0, "inf"), (-1e31, 1.0, r"1e\+31"), (100.0, 1e29, r"1e\+31")]
+)
+def test_a_sum_that_is_too_large_is_a_failure(value, weight, total):
+    """Squares of 1e308 overflow in the metrics, and in float32 the loss of 1e39 is infinite."""
+    rewarder = rewarder_of(lambda completions: [value, 1.0], weights=(weight,))
+    with pytest.raises(RewardError, match=rf"prompt 70: the weighted sum of .* is {total}; expected .* at most 1e\+30"):
         score(rewarder, group_of("2", "3"))
+    assert score(rewarder_of(lambda completions: [1e30, -1e30]), group_of("2", "3"))[1].reward == -1e30
 
 
 def test_none_does_not_apply_and_is_left_out():

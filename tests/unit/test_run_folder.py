@@ -1,6 +1,8 @@
 """The folder of a run: an older run is renamed, and the driver says so. Checkpoints that a restart loads."""
 
+import contextlib
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,8 @@ import pytest
 from gcore import __version__
 from gcore.checkpoint import memory, store
 from gcore.checkpoint.export import export, locate
-from gcore.config import dump_config, load_config
-from gcore.config.load import parse_yaml
+from gcore.config.load import dump_config, load_config, parse_yaml
+from gcore.config.run import Observe
 from gcore.driver.heal import RestartBudget
 from gcore.driver.run_folder import (
     WRITTEN,
@@ -21,8 +23,18 @@ from gcore.driver.run_folder import (
 )
 from gcore.launch.pins import pin
 from gcore.launch.preflight import DatasetCheck, light_checks
+from gcore.observe import trackers
+from gcore.observe.events import EventLog
+from gcore.observe.files import keep_lines
+from gcore.observe.logs import Log, Masks, trim
+from gcore.observe.metrics import MetricsWriter
+from gcore.observe.page import write_report
+from gcore.observe.report import plot_reward
+from gcore.observe.trace import Tracer, merge_traces
+from gcore.training import bad_batches
 from gcore.types import UserError
 from tests.e2e.helpers import write_recipe
+from tests.unit.test_full_disk import no_file_above
 
 
 def test_an_older_run_is_renamed_with_a_note(tmp_path, capsys):
@@ -107,7 +119,7 @@ def test_a_link_in_the_place_of_the_memory_is_never_followed(tmp_path, resume, e
     assert (aside / memory.LINK).is_symlink()
 
 
-@pytest.mark.parametrize("name", [*WRITTEN, "metrics.jsonl.tmp", "logs/engine-0.log", "samples/controller-0.jsonl"])
+@pytest.mark.parametrize("name", [*WRITTEN, "logs/engine-0.log", "samples/controller-0.jsonl"])
 def test_a_run_writes_through_no_link(tmp_path, name):
     config = load_config(write_recipe(tmp_path), ["run.name=demo", "run.resume=auto"])
     given, link = elsewhere(tmp_path), config.run.folder / name
@@ -117,6 +129,96 @@ def test_a_run_writes_through_no_link(tmp_path, name):
     with pytest.raises(UserError, match=rf"{name}: got a symbolic link to .*elsewhere.*remove the link"):
         open_folder(config)
     assert (given / "precious").read_text() == "text"
+
+
+@pytest.mark.parametrize("name", ["eval", "eval/start", "eval/step_1", "eval/step_1/logs/engine-0.log"])
+def test_an_evaluation_writes_through_no_link(tmp_path, name):
+    """Its logs would be appended to, and its config.yaml would replace another one."""
+    config = load_config(write_recipe(tmp_path), ["run.name=demo", "run.resume=runs/demo/step_1"])
+    given, link = elsewhere(tmp_path), config.run.folder / name
+    before = contents(given)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(given / "precious" if "." in name else given)
+    with pytest.raises(UserError, match=rf"{name}: got a symbolic link to .*elsewhere.*remove the link"):
+        open_evaluation_folder(config)
+    assert contents(given) == before and (given / "precious").read_text() == "text"
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "got a folder"), ("a: [", "not valid YAML"), ("x", "got str")])
+def test_a_damaged_configuration_of_a_run_that_is_continued_is_named(tmp_path, content, message):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo", "run.resume=auto"])
+    file = config.run.folder / "config.yaml"
+    file.parent.mkdir(parents=True)
+    file.mkdir() if content is None else file.write_text(content)
+    with pytest.raises(UserError, match=rf"demo/config\.yaml: {message}"):
+        pin(config)
+
+
+def test_a_full_disk_at_the_start_is_named(tmp_path, monkeypatch):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo"])
+    with no_file_above(0), pytest.raises(UserError, match=r"runs/demo: cannot write to it: File too large"):
+        open_folder(config)
+    assert not list(config.run.folder.iterdir())
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path / "shm")
+    config = load_config(write_recipe(tmp_path), ["run.name=other", "checkpoint.memory_every=1"])
+    with pytest.raises(UserError, match=r"checkpoint\.memory_every: cannot write to .*shm: No such file"):
+        open_folder(config)
+
+
+def test_an_evaluation_that_cannot_write_says_so(tmp_path):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo"])
+    config.run.folder.mkdir(parents=True)
+    (config.run.folder / "eval").write_text("")
+    with pytest.raises(UserError, match=r"eval/start: cannot write to it: Not a directory"):
+        open_evaluation_folder(config)
+
+
+def write_everything(folder: Path) -> None:
+    """What a run writes after its start; an error of one file leaves the others."""
+    metrics = MetricsWriter(folder, Observe(trackers=[]), "run", {})
+    metrics.log({"step": 1, "reward/mean": 0.5})
+    tracer = Tracer(folder, "engine-0")
+    with tracer.span("generation"):
+        pass
+    tracer.flush()
+    EventLog(folder).add("died", role="engine-0")
+    with contextlib.suppress(OSError):
+        keep_lines(folder / "samples" / "controller-0.jsonl", lambda row: False)
+    with contextlib.suppress(OSError):
+        Log(folder / "logs" / "engine-0.log").close()
+    with contextlib.suppress(OSError):
+        trim(folder / "logs" / "engine-1.log", 10)
+    Masks(folder / "logs").poll()
+    trackers._keep_id(folder, "wandb", "an id")
+    merge_traces(folder)
+    plot_reward(folder)
+    write_report(folder)
+    bad_batches.dump(folder, (1, 0, 0), [], {})
+    with contextlib.suppress(OSError):
+        store.write_file(folder / "step_1.partial" / "state.json", [b"state"])
+
+
+def test_what_is_written_follows_no_link_that_comes_later(tmp_path):
+    """Links in the place of all files that a run writes, put there after the check of its start."""
+    folder, text = tmp_path / "runs" / "demo", "password sk-proj-abcdefghijklmnopqrstuvwxyz\n" * 9
+    write_everything(folder)
+    assert {"report.html", "trace.json", "reward.png"} <= contents(folder)
+    own = str(os.getpid())
+    files = [name for name in contents(folder) if (folder / name).is_file()]
+    files += ["trace/engine-0.jsonl", "logs/engine-1.log", "samples/controller-0.jsonl", "step_1.partial/state.json"]
+    files += [f"{name}.{own}.tmp" for name in files]
+    for name in files:
+        given, link = tmp_path / name.replace("/", "_"), folder / name
+        given.write_text(text)
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(given)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')  # there is something to draw
+    write_everything(folder)
+    changed = [name for name in files if (tmp_path / name.replace("/", "_")).read_text() != text]
+    assert changed == []
+    assert len(files) > 20
 
 
 def test_links_of_the_user_are_no_problem(tmp_path):

@@ -20,6 +20,7 @@ import pytest
 from gcore.driver import run_lock
 from gcore.driver.run_lock import Owner, hold, owner
 from gcore.types import UserError
+from tests.unit.test_full_disk import no_file_above
 
 HOLDER = """
 import sys
@@ -215,6 +216,17 @@ def test_both_names_of_a_linked_folder_are_locked(folder, tmp_path):
     with hold(real, print), pytest.raises(UserError, match="in use by"), hold(folder, print):
         pass
     with hold(folder.parent / ".." / "runs" / "demo", print), pytest.raises(UserError), hold(folder, print):
+        pass
+
+
+def test_a_full_disk_is_named(folder):
+    with (
+        no_file_above(0),
+        pytest.raises(UserError, match=rf"run\.dir={folder.parent}: cannot write to it: File too large"),
+    ):
+        hold(folder, print).__enter__()
+    assert not list(folder.parent.iterdir())
+    with hold(folder, print):
         pass
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from gcore.content.tokens import Tokens
 from gcore.observe import samples
-from gcore.observe.samples import SampleLog, read_samples, rewind_samples, shortened
+from gcore.observe.metrics import rewind
+from gcore.observe.samples import SampleLog, read_samples, shortened
 from gcore.types import Prompt, Rollout, Scored
 
 
@@ -83,10 +84,10 @@ def test_rewind(tmp_path: Path) -> None:
             log.write(step, [step], [group_of(step)])
     torn = tmp_path / "samples" / "controller-1.jsonl"
     torn.write_bytes(torn.read_bytes() + b'{"step": 1, "samp')
-    rewind_samples(tmp_path, 2)
+    rewind(tmp_path, 2)
     assert [row["step"] for row in read_samples(tmp_path)] == [1, 1, 2, 2]
     assert all(json.loads(line) for line in torn.read_text().splitlines())
-    rewind_samples(tmp_path, 0, warm_start=3)
+    rewind(tmp_path, 0, warm_start=3)
     assert read_samples(tmp_path) == []
 
 

@@ -10,7 +10,7 @@ import torch
 from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
 from gcore.config.advice import warnings
 from gcore.content.tokens import SamplingMask, Tokens
-from gcore.generation.decoding import SamplingRows, sample
+from gcore.generation.decoding import RowTable, sample
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
@@ -49,7 +49,7 @@ def test_joined_by_hand():
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.7, "temperature": 0.8}])
 def test_sampling_gives_what_was_left_and_logprobs_among_it(limits):
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 2, (6, 20)).astype(np.float32))
-    rows = SamplingRows(8)
+    rows = RowTable(8)
     for i in range(6):  # every other row is asked
         params = SamplingParams(1, **limits, keep_mask=i % 2 == 0)
         rows.put(i, Request(Tokens(PROMPT), params, noise_key(i)))
@@ -70,7 +70,7 @@ def test_sampling_gives_what_was_left_and_logprobs_among_it(limits):
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 3, "temperature": 0.0}])
 def test_nothing_is_kept_where_nothing_was_left_out_or_nothing_sampled(params):
-    rows = SamplingRows(1)
+    rows = RowTable(1)
     rows.put(0, Request(Tokens(PROMPT), SamplingParams(1, **params, keep_mask=True), 1))
     assert sample(torch.randn(1, 20), rows)[2] == {}
 

@@ -15,9 +15,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig
 
-from gcore.config import load_config
-from gcore.config.base import BuildModel, Model
+from gcore.config.base import BuildModel, Model, StoredModel
 from gcore.config.data import Data, Dataset
+from gcore.config.load import load_config
 from gcore.config.preference import OBJECTIVES
 from gcore.config.rewards import ScalarReward
 from gcore.config.tree import Config
@@ -405,7 +405,7 @@ def test_scoring_is_traced(serve, networks, tmp_path):
 # --- the source
 
 
-SPEC = ScalarReward(name="taste", model=model_of(), weight=0.5, max_length=12)
+SPEC = ScalarReward(name="taste", model=StoredModel(path="scorer"), weight=0.5, max_length=12)
 
 
 def source_of(*answers: Any, tokenizer: Any = TOKENIZER, attempts: int = 2) -> tuple[ScalarSource, list[list[str]]]:

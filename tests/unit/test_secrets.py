@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gcore.config import dump_config, load_config
-from gcore.config.load import all_keys, parse_yaml
+from gcore.config.load import all_keys, dump_config, load_config, parse_yaml
 from gcore.config.secrets import FREE_FORM, REDACTED, hide, learn, mask, places, redacted
 from gcore.config.tree import Config
 from gcore.controller import start_run
@@ -51,6 +50,8 @@ IN_TEXT = {
     "ghp_planted27planted27planted": REDACTED,
     "Bearer planted-28-planted": f"Bearer {REDACTED}",
     "eyJplanted29.eyJplanted29.planted29": REDACTED,
+    "https://hooks.slack.com/services/T0/B0/planted31planted": f"https://hooks.slack.com/services/{REDACTED}",
+    "https://discord.com/api/webhooks/12/planted32planted": f"https://discord.com/api/webhooks/{REDACTED}",
     "-----BEGIN RSA PRIVATE KEY-----\nplanted30\n-----END RSA PRIVATE KEY-----\nx": f"{REDACTED}\nx",
 }
 INNOCENT = {
@@ -81,6 +82,7 @@ INNOCENT = {
     "ssh": "ssh://git@host/repo",
     "mail": "me@host",
     "nothing": None,
+    "options": ["--max-tokens", "512", "--token-file", "a", "--tokenizer=x", "max_tokens=9", "key=answer", "-v", "x"],
     "text": "a task-driven risk-averse hf_model; Bearer of news, ask=1",
 }
 
@@ -101,6 +103,19 @@ def test_no_secret_is_in_the_file(tmp_path):
     assert [args[name] for name in texts] == list(IN_TEXT.values())
     assert args["credentials"] == {"user": REDACTED, "more": [REDACTED]}
     assert len(list(places(parse_yaml(dumped)))) == len(PLANTED) + 1 + len(texts) + 1
+
+
+def test_options_of_commands_and_assignments(tmp_path):
+    """In a configuration. Elsewhere, `token=x` is a part of a program."""
+    given = ["--api-key=planted-40", "--token", "planted-41", "export DB_PASSWORD=planted-42"]
+    given.append("Endpoint=sb://x/;SharedAccessKeyName=n;SharedAccessKey=planted-43=")
+    config = of_args(write_recipe(tmp_path), {"commands": given})
+    expected = [f"--api-key={REDACTED}", "--token", REDACTED, f"export DB_PASSWORD={REDACTED}"]
+    expected.append(f"Endpoint=sb://x/;SharedAccessKeyName=n;SharedAccessKey={REDACTED}")
+    assert parse_yaml(dump_config(config))["rewards"]["functions"][0]["args"]["commands"] == expected
+    assert hide("call(token=tokenizer, password=None)") == "call(token=tokenizer, password=None)"
+    learn(config.model_dump(mode="json"))
+    assert hide("got planted-42") == f"got {REDACTED}"
 
 
 def test_nothing_else_is_changed(tmp_path):

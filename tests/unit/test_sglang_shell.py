@@ -161,7 +161,8 @@ def test_an_abort_ends_what_runs_and_what_waits(server):
         tasks = [asyncio.ensure_future(engine.generate([ask(200)], name)) for name in names]
         await until_generated(engine, 6)
         await engine.abort("mine")
-        assert tasks[0].done() and tasks[2].done() and not tasks[1].done()
+        await asyncio.gather(tasks[0], tasks[2])
+        assert not tasks[1].done()
         first, other, waited = [completion for task in tasks for completion in await task]
         assert (first.finish, other.finish, waited.finish) == ("abort", "length", "abort")
         assert 0 < first.content.num_steps < 200 and waited.content.num_steps == 0

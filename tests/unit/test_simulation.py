@@ -135,7 +135,7 @@ class Shuffle:
 
     def __call__(self, split, view, costs):
         block = self.rng.randrange(len(split.owners))
-        if block in view.moving or view.stopping or len(split.blocks(split[block])) < 2:
+        if block in view.moving or len(split.blocks(split[block])) < 2:
             return []
         return [Move(block, split[block], JUDGE if split[block] == POLICY else POLICY)]
 

@@ -14,7 +14,7 @@ import pytest
 
 from bench.soak import EXPERIMENTS, RECIPES, Scene, growth_table, lost_samples, write_recipe
 from bench.soak_run import Run, theil_sen
-from gcore.config import load_config
+from gcore.config.load import load_config
 
 
 @pytest.fixture

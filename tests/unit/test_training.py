@@ -501,6 +501,16 @@ def test_weights_that_became_nan_end_the_run_at_once(objective):
         update(trainer, samples_of(), batch)
 
 
+def test_weights_that_are_nan_at_the_start_are_no_fault_of_the_learning_rate():
+    config = config_of()
+    network = network_of(config)
+    with torch.no_grad():
+        next(network.parameters())[0, 0] = math.nan
+    backend = partial(FsdpBackend, config, lambda: network, CPU, torch.float32)
+    with pytest.raises(UserError, match=r"weights of the policy are NaN or infinite before the first .*model\.path"):
+        TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
+
+
 def test_the_number_of_files_is_bounded(tmp_path):
     config = config_of(run={"dir": str(tmp_path), "name": "sick"}, training=PATIENT)
     trainer, samples = trainer_of(config), samples_of(prompts=1)
