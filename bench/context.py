@@ -142,7 +142,7 @@ def run_case(case: tuple[int, str, int, int, bool], tokens: int) -> dict[str, An
     backend = FsdpBackend(config, {"policy": policy}, torch.device("cpu"), torch.float32)
     micro = MicroBatch((tuple(s.key for s in samples),), tokens, k)
     mini = MiniBatch((micro,), sum(s.num_steps for s in samples), len(samples))
-    data, loss = StepData({s.key: s for s in samples}), objective.imitation(mini)
+    data, loss = StepData({s.key: s for s in samples}), objective.demonstrations(mini)
     start = time.perf_counter()
     with SentBytes() as sent:
         metrics = backend.forward_backward((micro,), data, loss)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from gcore.protocols import Controller, CriticTrainer, Engine, Handle, Rank, Receivers, Ref, Scorer, Trainer, Weights
+from gcore.protocols import Controller, Engine, Handle, Receivers, Ref, Scorer, Trainer, Weights
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,36 +63,27 @@ class ScorerClient(Client):
     stats = RemoteMethod(Scorer.stats)
 
 
-class RankClient(Client):
-    __slots__ = ()
-    info = RemoteMethod(Rank.info)
-    begin = RemoteMethod(Rank.begin)
-    push = RemoteMethod(Rank.push)
-    update = RemoteMethod(Rank.update)
-    snapshot = RemoteMethod(Rank.snapshot)
-    write = RemoteMethod(Rank.write)
-    abandon = RemoteMethod(Rank.abandon)
-    load = RemoteMethod(Rank.load)
+class TrainerClient(Client):
+    """Of a trainer rank or of a critic rank."""
 
-
-class TrainerClient(RankClient):
     __slots__ = ()
+    info = RemoteMethod(Trainer.info)
+    begin = RemoteMethod(Trainer.begin)
+    push = RemoteMethod(Trainer.push)
     prepare = RemoteMethod(Trainer.prepare)
-    penalties = RemoteMethod(Trainer.penalties)
-    take_values = RemoteMethod(Trainer.take_values)
+    column = RemoteMethod(Trainer.column)
+    take_column = RemoteMethod(Trainer.take_column)
+    update = RemoteMethod(Trainer.update)
     evaluate = RemoteMethod(Trainer.evaluate)
     weight_plan = RemoteMethod(Trainer.weight_plan)
+    snapshot = RemoteMethod(Trainer.snapshot)
+    write = RemoteMethod(Trainer.write)
+    abandon = RemoteMethod(Trainer.abandon)
+    load = RemoteMethod(Trainer.load)
 
     def weight_bucket(self, index: int, receivers: Receivers) -> Ref[Weights]:
         """Starts the call; the bucket stays in the rank's process until an engine reads it."""
         return self.handle.submit("weight_bucket", index, receivers)
-
-
-class CriticClient(RankClient):
-    __slots__ = ()
-    prepare = RemoteMethod(CriticTrainer.prepare)
-    values = RemoteMethod(CriticTrainer.values)
-    take_penalties = RemoteMethod(CriticTrainer.take_penalties)
 
     async def load_policy(self, weights: Weights | Ref[Weights]) -> None:
         await self.handle.call("load_policy", weights)

@@ -1,6 +1,6 @@
 """The interfaces between processes, and the small values that they exchange.
 
-driver ──start──> Runtime ──> Controller ──call──> Engine, Scorer, Trainer, CriticTrainer  (Handle: a role behind RPC)
+driver ──start──> Runtime ──> Controller ──call──> Engine, Scorer, Trainer  (Handle: a role behind RPC)
                                   └──all_gather──> other controllers                       (Group: metadata only)
 
 A *role* is a kind of process: engine, judge, scorer, trainer, critic, controller. A *replica* is one process of a role.
@@ -29,6 +29,7 @@ from gcore.types import (
     Written,
 )
 
+ExchangedColumn = Literal["values", "penalties"]  # per step, between trainer ranks and critic ranks
 Weights = Mapping[str, Any]  # name (Hugging Face; PEFT for adapters) -> array, or packed: see weights/bucket.py
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -294,9 +295,9 @@ class Rewarder(Protocol):
     def close(self) -> None: ...
 
 
-class Rank(Protocol):
-    """A rank of the trainer or of the critic. Except for `push`, `write` and `abandon`, all ranks are called, because
-    they meet in collectives."""
+class Trainer(Protocol):
+    """A rank that trains the policy, or a critic, or both. Except for `push`, `write` and `abandon`, all ranks are
+    called, because they meet in collectives. Implementations: training/rank.py, emulate/trainer.py."""
 
     async def info(self) -> TrainerInfo: ...
 
@@ -306,8 +307,28 @@ class Rank(Protocol):
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
         """Store the samples that controller `source` has for this rank."""
 
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
+        """Compute logprobs of the policy before the update and of the reference model, and values of the critic, as far
+        as the algorithm needs them. Returns the KL of each sample of this rank, if siblings are compared by reward -
+        KL; else an empty mapping."""
+
+    async def column(self, name: ExchangedColumn, keys: Sequence[Key]) -> Mapping[Key, Floats]: ...  # after `prepare`
+
+    async def take_column(self, name: ExchangedColumn, values: Mapping[Key, Floats]) -> None: ...  # before `update`
+
     async def update(self, batch: TrainBatch) -> UpdateStats:
         """One optimizer step per mini-batch. The batch has the advantages of its samples."""
+
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]: ...  # of answers to train on, no update
+
+    async def weight_plan(self) -> WeightPlan:
+        """The number of buckets, and which ranks publish. It does not change during the run."""
+
+    async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
+        """Bucket `index` of the full weights of the policy, packed, if this rank publishes; else empty."""
+
+    async def load_policy(self, weights: Weights) -> None:
+        """On a critic rank, a bucket of the policy's weights. Before `begin`, if the critic starts as a copy of it."""
 
     async def snapshot(self) -> int:
         """Start to copy the state to host memory; returns its bytes. Calls that would change it wait for the copy."""
@@ -318,41 +339,6 @@ class Rank(Protocol):
 
     async def load(self, folder: str, begun: bool = True) -> None:
         """Bring the rank to what `write` wrote. `begun`: False for the warm start, which ends with `begin`."""
-
-
-class Trainer(Rank, Protocol):
-    """Trains the policy, and the critic if that has no ranks of its own. Implementations: training/rank.py,
-    emulate/trainer.py."""
-
-    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
-        """Compute logprobs of the policy before the update and of the reference model, if the algorithm needs them.
-        Returns the KL of each sample of this rank, if siblings are compared by reward - KL; else an empty mapping."""
-
-    async def penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
-        """After `prepare`, for critic ranks: kl_coef x KL of each step."""
-
-    async def take_values(self, values: Mapping[Key, Floats]) -> None: ...  # of critic ranks, before `update`
-
-    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]: ...  # of answers to train on, no update
-
-    async def weight_plan(self) -> WeightPlan:
-        """The number of buckets, and which ranks publish. It does not change during the run."""
-
-    async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
-        """Bucket `index` of the full weights, packed, if this rank publishes; else empty."""
-
-
-class CriticTrainer(Rank, Protocol):
-    """Trains a critic that has ranks of its own (placement.critic). Implementation: training/critic_rank.py."""
-
-    async def load_policy(self, weights: Weights) -> None:
-        """A bucket of the policy's weights. Before `begin`, if the critic starts as a copy of the policy."""
-
-    async def prepare(self, batch: TrainBatch) -> None: ...  # computes the values before the update
-
-    async def values(self, keys: Sequence[Key]) -> Mapping[Key, Floats]: ...  # after `prepare`: one per step
-
-    async def take_penalties(self, penalties: Mapping[Key, Floats]) -> None: ...  # of trainer ranks, before `update`
 
 
 class Controller(Protocol):

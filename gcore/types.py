@@ -30,10 +30,10 @@ Pixels = npt.NDArray[np.uint8]  # an image: height x width x 3, red, green, blue
 Message = dict[str, Any]
 Finish = Literal["stop", "length", "abort"]
 Key = tuple[int, int]  # identifies a sample: prompt id, sibling
-# What a trainer rank minimizes. `imitation`: the warm start; the others are the values of the key `objective`.
+# What a trainer rank minimizes: the value of the key `objective`, or as `sft` in the warm start, before `policy`.
 ObjectiveName = Literal[
     "policy",
-    "imitation",
+    "warm_start",
     "sft",
     "dpo",
     "ipo",

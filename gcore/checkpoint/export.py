@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from gcore.modalities.table import kind_of
 from gcore.types import UserError
 
 if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
     from torch import Tensor
 
     from gcore.models.networks import Adapters
@@ -76,6 +76,8 @@ def export_language_model(
     config: Config, checkpoint: Path, folder: Path, adapters: Path, tokenizer: Any, processor: MediaProcessor | None
 ) -> int:
     """`processor`: of a model that takes media."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
     from gcore.hub import model_folder
     from gcore.models.networks import load_whole, make_empty
     from gcore.prompts.tokenizer import with_padding
@@ -88,14 +90,15 @@ def export_language_model(
     policy = _Policy(checkpoint / "weights", config, network, tokenizer)
     if policy.adapters is not None:
         _save_adapters(adapters, network, policy.adapters, policy.factors, config.model.path)
-    parts = _parts({name: tensor.numel() * 4 for name, tensor in stored_tensors(network).items()})
+    files = split_torch_state_dict_into_shards(stored_tensors(network), max_shard_size=PART_BYTES)
+    parts = list(files.filename_to_tensors.values())
     if conversions(network) or config.model.trust_remote_code:  # transformers must write it: the whole model at once
         network = load_whole(config.model, tokenizer, config.run.seed)
         for names in parts:
             network.load_state_dict(policy.read(names), strict=False)
         network.save_pretrained(folder, max_shard_size=PART_BYTES)
     else:
-        _save_parts(folder, network, policy, parts)
+        _save_files(folder, policy, files)
         _save_config(folder, network, config.model)
     tokenizer.save_pretrained(folder)
     if processor is not None:
@@ -148,32 +151,16 @@ class _Policy:
         return self.adapters.merge(base, self.factors[layer + LORA_A], self.factors[layer + LORA_B])
 
 
-def _parts(sizes: Mapping[str, int]) -> list[list[str]]:
-    """The names of the tensors in each file: at most PART_BYTES, or a single tensor."""
-    parts, size = [list[str]()], 0
-    for name, num_bytes in sizes.items():
-        if parts[-1] and size + num_bytes > PART_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += num_bytes
-    return parts
-
-
-def _save_parts(folder: Path, network: Any, policy: _Policy, parts: list[list[str]]) -> None:
-    """Files as transformers writes them, one at a time in memory."""
+def _save_files(folder: Path, policy: _Policy, files: StateDictSplit) -> None:
+    """As transformers writes them, one at a time in memory."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    where, total = dict[str, str](), 0
-    for number, names in enumerate(parts, start=1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+    for file, names in files.filename_to_tensors.items():
         tensors = {name: tensor.contiguous() for name, tensor in policy.read(names).items()}
         save_file(tensors, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(names, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(parts) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": dict(sorted(files.tensor_to_filename.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,15 @@ WRITER_THREADS = 4  # one thread does not reach the bandwidth of a fast disk, be
 
 class Abandoned(Exception):
     """The save was abandoned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Snapshot({"weights": [...], "reference": [...]}, versions={"reference": 1}, about={"trainer.json": b"..."})"""
+
+    shards: Mapping[str, Sequence[Shard]]  # by folder
+    versions: Mapping[str, int] = field(default_factory=dict)  # a folder with the same version has the same values
+    about: Mapping[str, bytes] = field(default_factory=dict)  # more files
 
 
 class HostMemory:
@@ -67,9 +76,9 @@ class BackgroundWriter:
     def __init__(self, rank: int, device: torch.device, copies: bool = True) -> None:
         self._rank, self._device, self._copies = rank, device, copies
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._memory: dict[str, HostMemory] = {}
-        self._versions: dict[str, Any] = {}  # of what the host memory of a group holds
-        self._groups: dict[str, list[Shard]] = {}  # of the staged save; without values once they are copied
+        self._memory: dict[str, HostMemory] = {}  # by folder
+        self._versions: dict[str, int] = {}  # of what the host memory of a folder holds
+        self._snapshot = Snapshot({})  # the staged one; its shards have no values once they are copied
         self._copied: Future[float] | None = None
         self._written: Future[Written] | None = None
         self._abandoned = threading.Event()
@@ -80,25 +89,23 @@ class BackgroundWriter:
         """Host memory of the copies."""
         return sum(memory.num_bytes for memory in self._memory.values())
 
-    def stage(self, groups: Mapping[str, Sequence[Shard]], versions: Mapping[str, Any]) -> int:
-        """Start to copy the shards of each group; returns the number of bytes to write. A group with a version is not
-        copied again while its version stays the same."""
+    def stage(self, snapshot: Snapshot) -> int:
+        """Start to copy the shards; returns the number of bytes to write. A folder with a version is not copied again
+        while its version stays the same."""
         assert self._copied is None or (self._written is not None and self._written.done()), "one save at a time"
         self._abandoned.clear()
         self._written = None
         self._waited_s = 0.0
-        self._groups = {name: list(shards) for name, shards in groups.items()}
+        self._snapshot = snapshot
         ready = None
         if self._device.type == "cuda":  # what the compute stream has queued comes before the copy
             ready = torch.cuda.current_stream(self._device).record_event()
-        if not self._copies:
-            self._copied = self._thread.submit(_wait_for, ready)
-            return sum(shard.num_bytes for shards in groups.values() for shard in shards)
-        due = [name for name in groups if name not in versions or self._versions.get(name) != versions[name]]
+        copied = self._versions.items() & snapshot.versions.items()
+        due = [name for name in snapshot.shards if name not in dict(copied)] if self._copies else []
         for name in due:
             self._versions.pop(name, None)
-        self._copied = self._thread.submit(self._copy_all, due, dict(versions), ready)
-        return sum(shard.num_bytes for shards in groups.values() for shard in shards)
+        self._copied = self._thread.submit(self._copy_all, due, ready)
+        return sum(shard.num_bytes for shards in snapshot.shards.values() for shard in shards)
 
     def fence(self) -> None:
         """Wait until the shards are copied, or written if there is no copy. Call before they change or move."""
@@ -110,10 +117,10 @@ class BackgroundWriter:
             running.exception()
             self._waited_s += time.perf_counter() - started
 
-    def write(self, folder: Path, extra: Mapping[str, bytes]) -> Future[Written]:
-        """Start to write the staged shards, and `extra` files, to `folder`. The result says if it failed."""
+    def write(self, folder: Path) -> Future[Written]:
+        """Start to write the staged snapshot to `folder`. The result says if it failed."""
         assert self._copied is not None and self._written is None, "`write` follows `stage`, once"
-        self._written = self._thread.submit(self._write_all, folder, dict(extra))
+        self._written = self._thread.submit(self._write_all, folder)
         return self._written
 
     def abandon(self) -> None:
@@ -123,12 +130,12 @@ class BackgroundWriter:
             if running is not None:
                 running.exception()
         self._copied = self._written = None
-        self._groups = {}
+        self._snapshot = Snapshot({})
 
     # ---- the thread -----------------------------------------------------------------------------------------------
 
-    def _copy_all(self, names: Sequence[str], versions: Mapping[str, Any], ready: Any) -> float:
-        started = time.perf_counter()
+    def _copy_all(self, names: Sequence[str], ready: Any) -> float:
+        started, snapshot = time.perf_counter(), self._snapshot
         if ready is None:
             self._copy(names)
         else:
@@ -137,18 +144,20 @@ class BackgroundWriter:
             with torch.cuda.stream(stream):
                 self._copy(names)
             stream.synchronize()
-        self._versions |= {name: versions[name] for name in names if name in versions}
-        # References would keep memory alive that an off-load wants to free.
-        self._groups = {
-            name: [replace(shard, values=shard.values.to("meta")) for shard in shards]
-            for name, shards in self._groups.items()
-        }
+        if self._copies:
+            self._versions |= {name: snapshot.versions[name] for name in names if name in snapshot.versions}
+            # References would keep memory alive that an off-load wants to free.
+            bare = {
+                name: [replace(shard, values=shard.values.to("meta")) for shard in shards]
+                for name, shards in snapshot.shards.items()
+            }
+            self._snapshot = replace(snapshot, shards=bare)
         return time.perf_counter() - started
 
     def _copy(self, names: Sequence[str]) -> None:
         for name in names:
             memory = self._memory.setdefault(name, HostMemory(pinned=self._device.type == "cuda"))
-            shards = [shard for file in split_into_files(self._groups[name]) for shard in file]
+            shards = [shard for file in split_into_files(self._snapshot.shards[name]) for shard in file]
             memory.reserve(sum(shard.num_bytes for shard in shards))
             start = 0
             for shard in shards:
@@ -158,16 +167,16 @@ class BackgroundWriter:
                     source = source[len(piece) :]
                 start = end
 
-    def _write_all(self, folder: Path, extra: Mapping[str, bytes]) -> Written:
+    def _write_all(self, folder: Path) -> Written:
         assert self._copied is not None
-        started = time.perf_counter()
+        started, snapshot = time.perf_counter(), self._snapshot
         if (failed := self._copied.exception()) is not None:  # host memory is used up, for example
-            self._groups = {}
+            self._snapshot = Snapshot({})
             return Written({}, error=f"the copy in host memory failed: {type(failed).__name__}: {failed}")
         try:
             copy_s = self._copied.result()
-            files = {name: write_file(folder / name, [content]) for name, content in extra.items()}
-            for group in self._groups:
+            files = {name: write_file(folder / name, [content]) for name, content in snapshot.about.items()}
+            for group in snapshot.shards:
                 (folder / group).mkdir(exist_ok=True)
             with ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="checkpoint") as threads:
                 jobs = {name: threads.submit(job, folder / name) for name, job in self._jobs()}
@@ -176,12 +185,12 @@ class BackgroundWriter:
             return Written({}, error=f"{type(error).__name__}: {error}")
         finally:
             if not self._copies:
-                self._groups = {}  # references would keep memory alive that an off-load wants to free
+                self._snapshot = Snapshot({})  # references would keep memory alive that an off-load wants to free
         return Written(files, self._waited_s, copy_s, time.perf_counter() - started)
 
     def _jobs(self) -> Iterator[tuple[str, Callable[[Path], FileEntry]]]:
         """One per file: its path in the folder, and what writes it."""
-        for group, shards in self._groups.items():
+        for group, shards in self._snapshot.shards.items():
             start = 0
             for number, file in enumerate(split_into_files(shards)):
                 end = start + sum(shard.num_bytes for shard in file)
@@ -199,12 +208,6 @@ class BackgroundWriter:
                     yield part.cpu().numpy()
 
         return lambda path: write_file(path, contents())
-
-
-def _wait_for(ready: Any) -> float:
-    if ready is not None:
-        ready.synchronize()
-    return 0.0
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

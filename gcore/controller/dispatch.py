@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from gcore.clients import CriticClient, RankClient, TrainerClient
+from gcore.clients import TrainerClient
 from gcore.config.tree import Config
 from gcore.cost.workload import CostModel
 from gcore.modalities.table import kind_of
@@ -30,16 +30,15 @@ from gcore.observe.links import Link, Links, Reach
 from gcore.preparation.balance import join_parts, make_layout, num_parts
 from gcore.preparation.samples import meta_of
 from gcore.preparation.step_times import StepTimes
-from gcore.protocols import Group, Metric, TrainerInfo, UpdateStats, add_metrics
+from gcore.protocols import ExchangedColumn, Group, Metric, TrainerInfo, UpdateStats, add_metrics
 from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch
 from gcore.weights.transfer import copy_policy
 
 T = TypeVar("T")
-C = TypeVar("C", TrainerClient, CriticClient)
 STEP_BYTES = 5  # of a sample, beside its content: logprob 4, mask 1
 
 
-class RankGroup(Generic[C]):
+class RankGroup:
     """The ranks of one role, trainer or critic, as one controller sees them. `role`: the name in collectives.
     `topology`: which ranks compute the same samples together: a data-parallel rank. `max_context`: data-parallel ranks
     that may share a long sample."""
@@ -47,19 +46,18 @@ class RankGroup(Generic[C]):
     def __init__(
         self,
         role: str,
-        clients: Sequence[C],
+        clients: Sequence[TrainerClient],
         group: Group,
         config: Config,
         topology: Topology | None = None,
         links: Links | None = None,
         max_context: int = 1,
     ) -> None:
-        self.clients: Sequence[C] = clients
-        self.role, self._group, self._config = role, group, config
+        self.clients, self.role, self._group, self._config = clients, role, group, config
         self.topology, self.links = topology or Topology(len(clients)), links or Links()
         self._max_context = max_context
         owners = {r: self.topology.data_rank(r) % group.size for r in range(len(clients))}
-        self.mine: dict[int, C] = {r: clients[r] for r, owner in owners.items() if owner == group.rank}  # called here
+        self.mine = {r: clients[r] for r, owner in owners.items() if owner == group.rank}  # called here
         self.info = TrainerInfo(num_parameters=1, hidden_size=128)  # until `open`
 
     async def open(self) -> None:
@@ -85,8 +83,8 @@ class RankGroup(Generic[C]):
                 num_ranks=num_ranks,
                 cost=cost,
                 objective=objective,
-                together=objective != "imitation" and self._config.needs.pairs,
-                mini_batches=self._config.algorithm.mini_batches if objective != "imitation" else 1,
+                together=objective != "warm_start" and self._config.needs.pairs,
+                mini_batches=self._config.algorithm.mini_batches if objective != "warm_start" else 1,
                 max_tokens=self._config.training.max_tokens_per_gpu,
                 padded=self.info.padded,
                 sharded=self.info.sharded,
@@ -110,7 +108,7 @@ class RankGroup(Generic[C]):
         await asyncio.gather(*pushes)
         return batches
 
-    async def on_all(self, name: str, call: Callable[[C, int], Awaitable[T]]) -> list[T]:
+    async def on_all(self, name: str, call: Callable[[TrainerClient, int], Awaitable[T]]) -> list[T]:
         """Each controller calls its own ranks; `call` gets the client and its data-parallel rank. Returns the answers
         of all ranks, by rank, on every controller. `name`: of the collective."""
         answers = await asyncio.gather(*(call(client, self.topology.data_rank(r)) for r, client in self.mine.items()))
@@ -120,32 +118,24 @@ class RankGroup(Generic[C]):
         return [by_rank[r] for r in range(len(self.clients))]
 
     async def read(
-        self,
-        batches: Sequence[TrainBatch],
-        keys: Collection[Key],
-        read: Callable[[C, list[Key]], Awaitable[Mapping[Key, Floats]]],
+        self, batches: Sequence[TrainBatch], keys: Collection[Key], name: ExchangedColumn
     ) -> dict[Key, Floats]:
         """A column of some samples, each from one of the ranks that have it."""
         rank_of = {key: self.topology.ranks_of(d)[0] for d, batch in enumerate(batches) for key in batch.keys}
         wanted: dict[int, list[Key]] = {}
         for key in keys:
             wanted.setdefault(rank_of[key], []).append(key)
-        parts = await asyncio.gather(*(read(self.clients[rank], some) for rank, some in wanted.items()))
+        parts = await asyncio.gather(*(self.clients[rank].column(name, some) for rank, some in wanted.items()))
         return {key: values for part in parts for key, values in part.items()}
 
-    async def give(
-        self,
-        batches: Sequence[TrainBatch],
-        column: Mapping[Key, Floats],
-        give: Callable[[C, dict[Key, Floats]], Awaitable[None]],
-    ) -> None:
+    async def give(self, batches: Sequence[TrainBatch], name: ExchangedColumn, column: Mapping[Key, Floats]) -> None:
         """A column to all ranks that have the samples."""
         calls = []
         for data_rank, batch in enumerate(batches):
             if part := {key: column[key] for key in batch.keys if key in column}:
                 for rank in self.topology.ranks_of(data_rank):
                     self.links.add("samples", rank, sum(values.nbytes for values in part.values()))
-                    calls.append(give(self.clients[rank], part))
+                    calls.append(self.clients[rank].take_column(name, part))
         await asyncio.gather(*calls)
 
 
@@ -160,13 +150,13 @@ class Dispatcher:
         trainers: Sequence[TrainerClient],
         topology: Topology | None = None,
         links: tuple[Links, Links] | None = None,
-        critics: Sequence[CriticClient] = (),
+        critics: Sequence[TrainerClient] = (),
     ) -> None:
         links = links or (Links(), Links())
         self._config, self._group = config, group
         context = config.training.context_parallel
         self._trainers = RankGroup("trainer", trainers, group, config, topology, links[0], context)
-        self._critics: RankGroup[CriticClient] | None = None
+        self._critics: RankGroup | None = None
         if critics:  # in a group of its own: it is called at the same time as the trainer
             self._critics = RankGroup("critic", critics, group.subgroup(), config, links=links[1])
         self.cost = CostModel(crossover=768.0)  # until `open`
@@ -223,28 +213,22 @@ class Dispatcher:
             return await prepare
         own_batches = self._critic_batches
         kl, _ = await asyncio.gather(prepare, self._critics.on_all("prepare", lambda c, d: c.prepare(own_batches[d])))
-        await self._exchange(self._trainers, batches, self._critics, own_batches)
+        await asyncio.gather(
+            self._send_column("values", (self._critics, own_batches), (self._trainers, batches)),
+            self._send_column("penalties", (self._trainers, batches), (self._critics, own_batches)),
+        )
         return kl
 
-    async def _exchange(
+    async def _send_column(
         self,
-        trainers: RankGroup[TrainerClient],
-        batches: Sequence[TrainBatch],
-        critics: RankGroup[CriticClient],
-        critic_batches: Sequence[TrainBatch],
+        name: ExchangedColumn,
+        source: tuple[RankGroup, Sequence[TrainBatch]],
+        target: tuple[RankGroup, Sequence[TrainBatch]],
     ) -> None:
-        """Of this controller's samples: values to the trainer ranks, penalties of the KL to the critic ranks."""
-
-        async def values() -> None:
-            column = await critics.read(critic_batches, self._my_keys, lambda critic, keys: critic.values(keys))
-            await trainers.give(batches, column, lambda trainer, part: trainer.take_values(part))
-
-        async def penalties() -> None:
-            if self._config.algorithm.kl_per_step:
-                column = await trainers.read(batches, self._my_keys, lambda trainer, keys: trainer.penalties(keys))
-                await critics.give(critic_batches, column, lambda critic, part: critic.take_penalties(part))
-
-        await asyncio.gather(values(), penalties())
+        """Of this controller's samples."""
+        if name == "values" or self._config.algorithm.kl_per_step:
+            (senders, sent), (receivers, received) = source, target
+            await receivers.give(received, name, await senders.read(sent, self._my_keys, name))
 
     async def update(self, batches: Sequence[TrainBatch]) -> list[UpdateStats]:
         """Policy and critic. The critic's metrics are those of the first rank."""
@@ -279,11 +263,11 @@ class Dispatcher:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     @property
-    def _all_ranks(self) -> Sequence[RankGroup[TrainerClient] | RankGroup[CriticClient]]:
+    def _all_ranks(self) -> Sequence[RankGroup]:
         return [self._trainers] if self._critics is None else [self._trainers, self._critics]
 
     @property
-    def my_ranks(self) -> list[RankClient]:
+    def my_ranks(self) -> list[TrainerClient]:
         """Those that this controller calls: it also tells them to write or drop their snapshots."""
         return [rank for ranks in self._all_ranks for rank in ranks.mine.values()]
 

@@ -145,7 +145,7 @@ async def _warm_start(services: Services, source: PromptSource, done: int) -> No
         cursors = range((step - 1) * warm.batch_size, step * warm.batch_size)
         samples = [_demonstration(source, c) for c in cursors if c % group.size == group.rank]
         with status.timed("warm_start", step):
-            _, batches = await services.dispatcher.dispatch_samples(step, samples, "imitation")
+            _, batches = await services.dispatcher.dispatch_samples(step, samples, "warm_start")
             ranks = await services.dispatcher.update(batches)
         services.recorder.write(
             {

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from gcore.clients import ControllerClient, CriticClient, EngineClient, ScorerClient, TrainerClient
+from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config
 from gcore.launch.build import Roles, build_engine, build_judge, build_scorer
 from gcore.launch.build_controller import build_controller, import_controller
@@ -72,7 +72,7 @@ class Processes:
             self._group("trainer", TrainerClient, build_trainer),
             _by_name(judges),
             _by_name(scorers),
-            self._group("critic", CriticClient, build_critic),
+            self._group("critic", TrainerClient, build_critic),
         )
         return await self._with_controllers(Roles(*served))
 
@@ -97,7 +97,7 @@ class Processes:
         async with task_group() as tasks:  # if one of them fails, no other must run into the next restart
             tasks.create_task(reset_engines())
             trainers = tasks.create_task(self._group("trainer", TrainerClient, build_trainer))
-            critics = tasks.create_task(self._group("critic", CriticClient, build_critic))
+            critics = tasks.create_task(self._group("critic", TrainerClient, build_critic))
         roles = dataclasses.replace(roles, trainers=trainers.result(), critics=critics.result())
         return await self._with_controllers(roles)
 

@@ -18,7 +18,7 @@ from gcore.checkpoint.store import write_file
 from gcore.config.training import EmulatedTraining
 from gcore.config.tree import Config
 from gcore.hub import model_folder
-from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
+from gcore.protocols import ExchangedColumn, Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
 from gcore.types import Floats, Key, Sample, TrainBatch, UserError, Written
 
 FILE = "emulated_trainer.json"
@@ -54,10 +54,13 @@ class EmulatedTrainer:
         await self._work(self._of(batch.keys), 1 / 3)
         return dict.fromkeys(batch.keys, 0.0)
 
-    async def penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
+    async def column(self, name: ExchangedColumn, keys: Sequence[Key]) -> Mapping[Key, Floats]:
         return {sample.key: np.zeros(sample.num_steps, np.float32) for sample in self._of(keys)}
 
-    async def take_values(self, values: Mapping[Key, Floats]) -> None:
+    async def take_column(self, name: ExchangedColumn, values: Mapping[Key, Floats]) -> None:
+        pass
+
+    async def load_policy(self, weights: Weights) -> None:
         pass
 
     async def update(self, batch: TrainBatch) -> UpdateStats:

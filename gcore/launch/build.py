@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gcore import faults
-from gcore.clients import CriticClient, EngineClient, ScorerClient, TrainerClient
+from gcore.clients import EngineClient, ScorerClient, TrainerClient
 from gcore.config.base import Model, Serving
 from gcore.config.judges import ServedJudge
 from gcore.config.tree import Config
@@ -40,7 +40,7 @@ class Roles:
     trainers: Sequence[TrainerClient] = ()
     judges: Mapping[str, Sequence[EngineClient]] = field(default_factory=dict)
     scorers: Mapping[str, Sequence[ScorerClient]] = field(default_factory=dict)
-    critics: Sequence[CriticClient] = ()  # ranks of a critic that has its own
+    critics: Sequence[TrainerClient] = ()  # ranks of a critic that has its own
 
 
 def build_runtime(config: Config, plan: Plan, user_files: bytes = b"", lock: Sequence[int] = ()) -> Runtime:

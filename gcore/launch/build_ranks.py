@@ -12,7 +12,7 @@ from gcore.launch.plan import Plan
 from gcore.launch.user_code import load_policy_loss
 from gcore.modalities.table import kind_of
 from gcore.observe.trace import Tracer
-from gcore.protocols import CriticTrainer, Rendezvous, Trainer
+from gcore.protocols import Rendezvous, Trainer
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     )
 
 
-def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> CriticTrainer:
+def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer:
     """A rank of a critic that has its own ranks."""
     name = f"critic-{rendezvous.rank}"
     arm_faults(config, name, rendezvous)
@@ -54,14 +54,14 @@ def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> CriticTr
     from gcore.models.networks import pick_dtype
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.training.critic import new_critic
-    from gcore.training.critic_rank import CriticRank
     from gcore.training.fsdp import FsdpBackend
+    from gcore.training.rank import TrainerRank
 
     device, gpu_bytes = _join(config, rendezvous)
     config, dtype = plan_critic_memory(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
     critic = new_critic(config, load_tokenizer(config.model), config.max_length)
     make = partial(FsdpBackend, config, {"critic": critic}, device, dtype, plan.critic_shard)
-    return CriticRank(config, make, rendezvous.rank, plan.trainer_threads, Tracer(trace_folder(config), name))
+    return TrainerRank(config, make, rendezvous.rank, plan.trainer_threads, Tracer(trace_folder(config), name))
 
 
 def _join(config: Config, rendezvous: Rendezvous) -> tuple[torch.device, float]:

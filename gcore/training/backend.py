@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gcore.checkpoint.tensors import Shard
+from gcore.checkpoint.writer import Snapshot
 from gcore.config.training import Training
 from gcore.config.tree import Config
 from gcore.models.networks import Adapters
@@ -45,15 +46,6 @@ class NewNetwork:
     make: Callable[[], Any]
     wrap: Wrap = LogprobModel
     open: Callable[[Any], Read] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Snapshot({"weights": [...], "reference": [...]}, versions={"reference": 1}, about={"trainer.json": b"..."})"""
-
-    shards: Mapping[str, Sequence[Shard]]  # by folder
-    versions: Mapping[str, int]  # of folders that rarely change: the same version has the same values
-    about: Mapping[str, bytes]  # more files
 
 
 class Network(ABC):
@@ -89,7 +81,7 @@ class Backend(ABC):
     def __init__(
         self, config: Config, new: Mapping[TrainedName, NewNetwork], device: torch.device, copies: int
     ) -> None:
-        self.device, self.networks = device, {}
+        self.device, self.networks, self.trained = device, {}, tuple(new)
         self._config, self._new, self._copies = config, new, copies
         self._first: TrainedName = next(iter(new))  # of critic ranks the critic, else the policy
         self._adapters: Adapters | None = None  # of the policy, with model.lora
@@ -191,20 +183,21 @@ class Backend(ABC):
         for name in networks:
             moments = folder / state.OPTIMIZERS.get(name, "")
             self.networks[name].load(state.weights_folder(folder, name), moments)
-            if name != self._first:
-                self.set_aside(name)
+            self.set_aside(name)
         return counters
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def set_aside(self, network: NetworkName) -> None:
-        """It is not needed until the next training step; with training.offload=all it leaves the device."""
-        self.networks[network].set_aside()
+        """It is not needed until the next training step; with training.offload=all it leaves the device. That of which
+        there is always more to come stays: the policy, or the critic on ranks of its own."""
+        if network != self._first:
+            self.networks[network].set_aside()
 
     def free_memory(self, weights: bool) -> None:
         """Engines use the device until the next call. Free what is not needed, and with training.offload move what it
         says to host memory; the next call moves it back. `weights`: also those of the policy, which were sent."""
         if weights:
-            self.set_aside(self._first)
+            self.networks[self._first].set_aside()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -5,9 +5,10 @@ Every rank computes them from sums over all ranks, so they are equal everywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from gcore.config.algorithm import Algorithm
+from gcore.config.algorithm import AdaptiveEntropy, AdaptiveKl, Algorithm
 
 MAX_ERROR = 0.2  # 1909.08593: a KL that is far off counts as 20 % off
 
@@ -29,26 +30,25 @@ class Coefficients:
         entropy = self.entropy if self.bonus else 0.0
         return algorithm.model_copy(update={"kl_coef": self.kl, "entropy_coef": entropy})
 
+    def after_kl(self, control: AdaptiveKl, kl: float, num_samples: float) -> Coefficients:
+        """The proportional controller of 1909.08593. `kl`: the mean of the step; `num_samples`: of the step. A step
+        changes the coefficient by at most 20 %: if it has five times the samples of the horizon, it would become
+        negative."""
+        error = min(max(kl / control.target - 1, -MAX_ERROR), MAX_ERROR)
+        return replace(self, kl=self.kl * (1 + error * min(num_samples / control.horizon, 1.0)))
+
+    def after_entropy(self, control: AdaptiveEntropy, entropy: float) -> Coefficients:
+        """The coefficient applies only while the entropy is not above its target (2505.22312)."""
+        low = entropy <= control.target
+        return replace(self, entropy=max(0.0, self.entropy + (control.change if low else -control.change)), bonus=low)
+
     def counters(self) -> dict[str, float]:
         return {"kl_coef": self.kl, "entropy_coef": self.entropy, "entropy_bonus": float(self.bonus)}
 
     @staticmethod
-    def restored(counters: dict[str, float], algorithm: Algorithm) -> Coefficients:
+    def restored(counters: Mapping[str, float], algorithm: Algorithm) -> Coefficients:
         start = Coefficients.of(algorithm)
         kl = counters.get("kl_coef", start.kl) if algorithm.adaptive_kl is not None else start.kl
         if algorithm.adaptive_entropy is None:
             return Coefficients(kl, start.entropy)
         return Coefficients(kl, counters.get("entropy_coef", start.entropy), bool(counters.get("entropy_bonus", 1)))
-
-
-def next_kl_coef(current: float, kl: float, num_samples: float, target: float, horizon: int) -> float:
-    """The proportional controller of 1909.08593. `kl`: the mean of the step; `num_samples`: of the step. A step changes
-    the coefficient by at most 20 %: if it has five times the samples of the horizon, it would become negative."""
-    error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
-    return current * (1 + error * min(num_samples / horizon, 1.0))
-
-
-def next_entropy_coef(current: float, entropy: float, target: float, change: float) -> tuple[float, bool]:
-    """The coefficient and whether it applies: only while the entropy is not above its target (2505.22312)."""
-    low = entropy <= target
-    return max(0.0, current + (change if low else -change)), low

@@ -31,8 +31,8 @@ Method = Literal["ulysses", "ring"]
 KEY = "training.context_attention"
 
 
-class Ranks(NamedTuple):
-    """The ranks that share a row. Of the last two ranks of four, on the first: Ranks(..., (2, 3), 0)"""
+class RowGroup(NamedTuple):
+    """The ranks that share a row. Of the last two ranks of four, on the first: RowGroup(..., (2, 3), 0)"""
 
     group: Any
     members: tuple[int, ...]  # their global ranks
@@ -45,14 +45,14 @@ class Ranks(NamedTuple):
 
 class ContextGroups:
     """Makes the process groups of each size when a micro-batch first needs them. A collective: at one position all
-    ranks have micro-batches of the same size. Ranks with different shares of the matrices (`tensor_size`) are in
+    ranks have micro-batches of the same size. RowGroup with different shares of the matrices (`tensor_size`) are in
     different groups, as are those of different stages of a pipeline (`stages`)."""
 
     def __init__(self, data_size: int, tensor_size: int, stages: int = 1) -> None:
         self._data_size, self._tensor_size, self._stages = data_size, tensor_size, stages
-        self._found = {1: Ranks(None, (dist.get_rank(),), 0)}
+        self._found = {1: RowGroup(None, (dist.get_rank(),), 0)}
 
-    def of(self, size: int) -> Ranks:
+    def of(self, size: int) -> RowGroup:
         assert self._data_size % size == 0, f"groups of {size} ranks do not divide {self._data_size}"
         if size not in self._found:
             me = dist.get_rank()
@@ -61,7 +61,7 @@ class ContextGroups:
                 members = tuple((first + i) * self._tensor_size + tensor for i in range(size))
                 group = dist.new_group(list(members))
                 if me in members:
-                    self._found[size] = Ranks(group, members, members.index(me))
+                    self._found[size] = RowGroup(group, members, members.index(me))
         return self._found[size]
 
 
@@ -92,7 +92,7 @@ def padding_of(size: int, method: Method) -> int:
 class Sharing:
     """How a row is shared, for the attention and for `join`."""
 
-    ranks: Ranks
+    ranks: RowGroup
     method: Method
     spans: Spans  # of the samples in the whole row
     own_s: Tensor  # which of all steps this rank has
@@ -139,7 +139,7 @@ def order_of(starts: list[int], size: int, method: Method) -> Tensor:
     return torch.cat([torch.cat([piece[:size], piece[size:].flip(0)], 1) for piece in pieces], 1)
 
 
-def split(packed: Packed, ranks: Ranks, method: Method, device: torch.device) -> Packed:
+def split(packed: Packed, ranks: RowGroup, method: Method, device: torch.device) -> Packed:
     """The inputs of this rank. `packed`: one row on the host, of samples that are padded (`padding_of`)."""
     assert packed.starts is not None
     order_kL = order_of(packed.starts.tolist(), ranks.size, method)

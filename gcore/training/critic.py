@@ -76,7 +76,7 @@ def new_critic(config: Config, tokenizer: Any, max_length: int | None = None) ->
                 "algorithm.adv_estimator)"
             ) from error
 
-    # ranks of its own start from the folder: the policy is sent to them later (critic_rank.py)
+    # ranks of its own start from the folder: the policy is sent to them later (weights/transfer.py)
     copies_policy = config.critic_copies_policy and not config.critic_ranks
     weights = partial(open_critic, model=model, seed=config.run.seed, tokenizer=tokenizer)
     return NewNetwork(make, value_model, None if copies_policy else weights)

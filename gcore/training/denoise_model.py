@@ -27,7 +27,7 @@ from gcore.content.latents import DEMONSTRATION_DRAWS, Latents, latents_of
 from gcore.diffusion.denoiser import EMPTY, Condition, Denoiser, from_pixels, stacked, tensors_of
 from gcore.diffusion.noise import normals, uniforms
 from gcore.diffusion.samplers import noised, rows, schedule_of
-from gcore.training.context import Ranks
+from gcore.training.context import RowGroup
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.types import Key, MicroBatch, Sample, UserError
 
@@ -85,7 +85,7 @@ class DenoiseModel(nn.Module):
 
     # ---- samples to tensors ---------------------------------------------------------------------------------------
 
-    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: Ranks) -> PackedLatents:
+    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: RowGroup) -> PackedLatents:
         keys = tuple(key for row in micro.rows for key in row)
         if not keys:
             return self._padding()

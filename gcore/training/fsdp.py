@@ -11,7 +11,7 @@ number: the gradient is that of one process that holds the whole batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,8 +49,7 @@ def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 class FsdpNetwork(Network):
     """A network as a StepModel, sharded. `optimizer`: None for the reference. `summed`: names of the parameters whose
-    gradients are summed over the group `tensor`. `offload`: it leaves the device when it is set aside. `replays`: a
-    mixture of experts uses the recorded experts also in passes without gradients."""
+    gradients are summed over the group `tensor`. `offload`: it leaves the device when it is set aside."""
 
     def __init__(
         self,
@@ -78,6 +77,12 @@ class FsdpNetwork(Network):
     def set_aside(self) -> None:
         if self._offload:
             self.model.cpu()
+
+    @contextmanager
+    def passes(self) -> Iterator[Any]:
+        """The model, for passes without gradients. The reference chooses its experts itself."""
+        with own_experts(self.on_device()) if self.optimizer is None else nullcontext(self.on_device()) as model:
+            yield model
 
     def step(self, lr: float) -> float:
         for gradient in (self.model.network.get_parameter(name).grad for name in self._summed):
@@ -116,7 +121,13 @@ class AdapterReference(Network):
     """The reference of a policy with adapters: a copy of them, which takes their place during its passes."""
 
     def __init__(self, policy: FsdpNetwork) -> None:
-        self.policy, self.adapters = policy, lora.copy_adapters(policy.on_device())
+        self._policy, self.adapters = policy, lora.copy_adapters(policy.on_device())
+
+    @contextmanager
+    def passes(self) -> Iterator[Any]:
+        policy = self._policy.on_device()
+        with lora.with_adapters(policy, self.adapters), own_experts(policy):
+            yield policy
 
     def shards(self) -> list[Shard]:
         return state.shards_of(self.adapters)
@@ -227,22 +238,6 @@ class FsdpBackend(Backend):
         scales = dict.fromkeys(self._tower(model.network), (training.vision_lr or 0.0) / (training.lr or 1.0))
         return Optimizer(parameters, training, self.device, self._offload != "none", scales)
 
-    @contextmanager
-    def _computing(self, name: NetworkName) -> Iterator[Any]:
-        """A network on the device, for passes without gradients."""
-        assert name in self.networks, f"no {name}: `begin` or `load` was called without one"
-        network = self.networks[name]
-        if isinstance(network, AdapterReference):
-            policy = network.policy.on_device()
-            with lora.with_adapters(policy, network.adapters), own_experts(policy):
-                yield policy
-        elif name == self._first:
-            yield network.on_device()
-        else:
-            with own_experts(network.on_device()) as model:
-                yield model
-            self.set_aside(name)
-
     # ---- computation ----------------------------------------------------------------------------------------------
 
     def info(self) -> TrainerInfo:
@@ -258,14 +253,16 @@ class FsdpBackend(Backend):
     def outputs(
         self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData, output: int = 0
     ) -> dict[Key, Tensor]:
+        assert network in self.networks, f"no {network}: `begin` or `load` was called without one"
         columns: dict[Key, Tensor] = {}
-        with self._computing(network) as model:
+        with self.networks[network].passes() as model:
             for micro in micros:
                 packed = self._pack(model, micro, data)
                 outputs_S = packed.joined(*model(packed))[output]
                 for i, key in enumerate(packed.keys):
                     columns[key] = outputs_S[packed.sample_S == i]
             reshard(model)  # FSDP does so by itself only in a backward pass
+        self.set_aside(network)
         return columns
 
     def forward_backward(

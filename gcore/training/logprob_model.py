@@ -56,6 +56,10 @@ class Packed:
         return outputs if self.sharing is None else self.sharing.join(*outputs)
 
 
+# As the only sample of a micro-batch without samples, so that this rank joins the collectives of the others.
+PADDING = Sample(-1, -1, Tokens(*np.zeros((2, 1), np.int32)), np.ones(1, np.bool_), np.zeros(1, np.float32))
+
+
 def to_tensors(
     batch: MicroBatch,
     samples: Mapping[tuple[int, int], Sample],
@@ -69,16 +73,17 @@ def to_tensors(
     def padded(length: int) -> int:
         return -(-length // multiple) * multiple
 
+    rows, width, is_padding = batch.rows, batch.width, not any(batch.rows)
+    if is_padding:
+        rows, samples, width = ((PADDING.key,),), {PADDING.key: PADDING}, max(width, PADDING.content.size)
     if varlen:
-        keys = tuple(key for row in batch.rows for key in row)
-        total = sum(padded(samples[key].content.size) for key in keys)
-        batch = MicroBatch((keys,) if keys else (), max(total, batch.width if not keys else 0))
-    num_rows, width = max(len(batch.rows), 1), batch.width
-    tokens = np.zeros((num_rows, width), np.int64)
-    positions = np.zeros((num_rows, width), np.int64)
-    segments = np.full((num_rows, width), -1, np.int64)
+        rows = (tuple(key for row in rows for key in row),)
+        width = sum(padded(samples[key].content.size) for key in rows[0])
+    tokens = np.zeros((len(rows), width), np.int64)
+    positions = np.zeros((len(rows), width), np.int64)
+    segments = np.full((len(rows), width), -1, np.int64)
     select, ordered, contents, experts = [], list[Sample](), list[Tokens](), dict[tuple[int, int], np.ndarray]()
-    for r, row in enumerate(batch.rows):
+    for r, row in enumerate(rows):
         start = 0
         for i, key in enumerate(row):
             sample, content = samples[key], tokens_of(samples[key].content)
@@ -92,16 +97,14 @@ def to_tensors(
             if content.experts is not None:
                 experts[r, start] = content.experts
             start += padded(length)
-    if not ordered:
-        return _padding(tokens, positions, device, varlen)
-    segment_RW = torch.from_numpy(segments)
     mask = starts = None
     longest = 0
     if varlen:
         lengths = [padded(content.size) for content in contents]
         starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         longest = rounded(max(lengths))
-    elif any(len(row) > 1 for row in batch.rows):
+    elif any(len(row) > 1 for row in rows):
+        segment_RW = torch.from_numpy(segments)
         causal = torch.ones(width, width, dtype=torch.bool).tril()
         mask = ((segment_RW[:, :, None] == segment_RW[:, None, :]) & causal)[:, None].to(device)
 
@@ -120,7 +123,8 @@ def to_tensors(
         sampling_mask=_sampling_mask(contents, device),
         starts=starts,
         longest=longest,
-        experts_RWLK=_experts(experts, num_rows, width, device),
+        is_padding=is_padding,
+        experts_RWLK=_experts(experts, len(rows), width, device),
     )
 
 
@@ -142,23 +146,6 @@ def _experts(
     for (row, start), experts in found.items():
         experts_RWLK[row, start : start + len(experts)] = experts
     return torch.from_numpy(experts_RWLK).to(device)
-
-
-def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device, varlen: bool) -> Packed:
-    index = torch.zeros(1, dtype=torch.int64, device=device)
-    return Packed(
-        torch.from_numpy(tokens).to(device),
-        torch.from_numpy(positions).to(device),
-        None,
-        index,
-        index,
-        torch.ones(1, device=device),
-        index,
-        ((-1, -1),),
-        starts=torch.tensor([0, tokens.size], dtype=torch.int32, device=device) if varlen else None,
-        longest=rounded(tokens.size) if varlen else 0,
-        is_padding=True,
-    )
 
 
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
@@ -197,7 +184,7 @@ class LogprobModel(nn.Module):
     def check_sharing(self, num_ranks: int) -> None:
         self._context_method(num_ranks)
 
-    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.Ranks) -> Packed:
+    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> Packed:
         if ranks.size == 1 or not micro.rows:
             return to_tensors(micro, samples, self.compute.device, self.varlen)
         method = self._context_method(ranks.size)

@@ -54,7 +54,7 @@ class MediaLogprobModel(LogprobModel):
                 "expected 1"
             )
 
-    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.Ranks) -> PackedMedia:
+    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> PackedMedia:
         packed = super().pack(micro, samples, ranks)
         tokens_RW = packed.tokens_RW
         kept = {field.name: getattr(packed, field.name) for field in fields(packed)}

@@ -26,7 +26,9 @@ from gcore.types import Key, MiniBatch, Sample, UserError
 if TYPE_CHECKING:
     from gcore.training.step_model import StepBatch
 
-ColumnName = Literal["old_logprobs", "ref_logprobs", "ref_location", "values", "advantages", "returns"]
+ColumnName = Literal[
+    "old_logprobs", "ref_logprobs", "ref_location", "penalties", "values", "advantages", "returns"
+]  # penalties: kl_coef x KL between the policy before the update and the reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +139,16 @@ def at_actions(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[StepOut
     return StepOutputs(*map(columns.at_actions, given)), columns.masked()
 
 
-def imitation(mini: MiniBatch) -> Objective:
-    """Mean negative logprob of demonstrations."""
+def demonstrations(mini: MiniBatch, name: Literal["warm_start", "sft"] = "sft") -> Objective:
+    """Mean negative logprob of the tokens of the answers. `name`: of the metric."""
 
     def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
-        found, columns = at_actions(outputs, columns)
-        loss = -(found.logprobs_S * _weights(columns, mini, "token_mean")).sum()
-        return loss, {"warm_start/loss": _per_update(loss, columns, mini)}
+        (logprobs_S, entropy_S, *_), columns = at_actions(outputs, columns)
+        nll = -logprobs_S.sum()
+        metrics = {f"{name}/loss": Part(nll.detach().double(), columns.mask_S.double().sum())}
+        if name == "sft":
+            metrics[ENTROPY] = _per_action(entropy_S, columns)
+        return nll / max(mini.num_actions, 1), metrics
 
     return objective
 
@@ -157,7 +162,7 @@ def policy(
     def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
         found, columns = at_actions(outputs, columns)
         logprobs_S, entropy_S, mask_S = found.logprobs_S, found.entropy_S, columns.mask_S
-        weights_S = _weights(columns, mini, algorithm.loss_aggregation, max_response_length)
+        weights_S = step_weights(columns, mini, algorithm.loss_aggregation, max_response_length)
         before_S = logprobs_S.detach() if columns.old_logprobs_S is None else columns.old_logprobs_S
         steps = Steps(logprobs_S, before_S, columns.advantages_S, mask_S, columns.sample_S, columns.num_samples)
         if own_loss is None:
@@ -213,7 +218,7 @@ def value(mini: MiniBatch, clip: float | None) -> Objective:
         returns_S, old_S = columns.returns_S, columns.values_S
         assert returns_S is not None and old_S is not None, "no values: `prepare` computes them"
         loss_S, clipped_S = value_loss(values_S, old_S, returns_S, clip)
-        loss = (loss_S * _weights(columns, mini, "token_mean")).sum()
+        loss = (loss_S * step_weights(columns, mini)).sum()
         return loss, {
             "critic/loss": _per_update(loss, columns, mini),
             "critic/value_mean": _per_action(values_S, columns),
@@ -240,18 +245,6 @@ def _per_update(part: Tensor, columns: StepColumns, mini: MiniBatch) -> Part:
 def _maximum(values_S: Tensor, columns: StepColumns) -> Part:
     """The largest value of an action; values are not negative."""
     return Part(columns.at_actions(values_S.detach()).double().max(), torch.ones((), device=values_S.device), "max")
-
-
-def _weights(columns: StepColumns, mini: MiniBatch, aggregation: str, max_response_length: int = 0) -> Tensor:
-    return step_weights(
-        columns.mask_S,
-        columns.sample_S,
-        columns.num_samples,
-        aggregation=aggregation,
-        num_actions=mini.num_actions,
-        num_samples=mini.num_samples,
-        max_response_length=max_response_length,
-    )
 
 
 def to_metrics(micros: Sequence[Metrics]) -> dict[str, Metric]:
@@ -295,7 +288,7 @@ def ppo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
 def gspo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """The same surrogate with one ratio per sample: the geometric mean of its steps' ratios (GSPO)."""
     log_ratio = _log_ratio(steps)
-    mean = _sample_mean(log_ratio, steps)[steps.sample_S]
+    mean = _sample_means(log_ratio, steps)[steps.sample_S]
     # value: the ratio of the sample; gradient: through each step's own logprob
     ratio = (mean.detach() + steps.logprobs_S - steps.logprobs_S.detach()).exp()
     return _clipped(ratio, steps.advantages_S, algorithm)
@@ -371,9 +364,9 @@ def importance(
     """
     weights, log_ratio = algorithm.importance, (before_S - rollout_S).detach()
     if weights.level == "sequence":
-        log_ratio = _sample_sum(log_ratio, steps)[steps.sample_S]
+        log_ratio = sample_sums(log_ratio, steps)[steps.sample_S]
     elif weights.level == "geometric":
-        log_ratio = _sample_mean(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), steps)[steps.sample_S]
+        log_ratio = _sample_means(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), steps)[steps.sample_S]
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     above, below = ratio > weights.cap, ratio < weights.floor
     if weights.mode == "mask":
@@ -405,26 +398,18 @@ def kl_penalty(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: str = "k3"
 
 
 def step_weights(
-    steps_mask_S: Tensor,
-    sample_S: Tensor,
-    num_local: int,
-    *,
-    aggregation: str,
-    num_actions: int,
-    num_samples: int,
-    max_response_length: int,
+    steps: Steps | StepColumns, mini: MiniBatch, aggregation: str = "token_mean", max_response_length: int = 0
 ) -> Tensor:
     """The weight of each step's loss. The denominators are those of the global mini-batch."""
+    num_samples = max(mini.num_samples, 1)
     match aggregation:
         case "token_mean":
-            return steps_mask_S / max(num_actions, 1)
+            return steps.mask_S / max(mini.num_actions, 1)
         case "sequence_mean":
-            lengths = torch.zeros(num_local, device=sample_S.device, dtype=steps_mask_S.dtype).index_add_(
-                0, sample_S, steps_mask_S
-            )
-            return steps_mask_S / lengths.clamp(min=1)[sample_S] / max(num_samples, 1)
+            lengths = sample_sums(torch.ones_like(steps.mask_S), steps)
+            return steps.mask_S / lengths.clamp(min=1)[steps.sample_S] / num_samples
         case "fixed_length":
-            return steps_mask_S / (max(num_samples, 1) * max_response_length)
+            return steps.mask_S / (num_samples * max_response_length)
         case _:
             raise AssertionError(aggregation)
 
@@ -433,15 +418,14 @@ def _log_ratio(steps: Steps) -> Tensor:
     return (steps.logprobs_S - steps.old_logprobs_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _sample_sum(values_S: Tensor, steps: Steps) -> Tensor:
+def sample_sums(values_S: Tensor, steps: Steps | StepColumns) -> Tensor:
     """Sum over the actions of each sample."""
     zeros = torch.zeros(steps.num_samples, device=values_S.device, dtype=values_S.dtype)
     return zeros.index_add(0, steps.sample_S, torch.where(steps.mask_S > 0, values_S, 0.0))
 
 
-def _sample_mean(values_S: Tensor, steps: Steps) -> Tensor:
-    count = _sample_sum(torch.ones_like(values_S), steps)
-    return _sample_sum(values_S, steps) / count.clamp(min=1)
+def _sample_means(values_S: Tensor, steps: Steps) -> Tensor:
+    return sample_sums(values_S, steps) / sample_sums(torch.ones_like(values_S), steps).clamp(min=1)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:

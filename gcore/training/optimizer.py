@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from gcore.config.training import Training
-from gcore.training.schedule import decay_groups
 from gcore.training.shards import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -52,18 +51,22 @@ class Optimizer:
         ]
 
     def _groups(self, part: Sequence[Tensor], training: Training) -> list[dict[str, Any]]:
-        """Groups of one weight decay and one scale of the learning rate."""
-        found = list[dict[str, Any]]()
-        for scale in sorted({self._scales.get(p, 1.0) for p in part}):
-            own = [p for p in part if self._scales.get(p, 1.0) == scale]
-            groups = decay_groups(own, training.weight_decay, training.weight_decay_norms)
-            found += [{**group, "scale": scale} for group in groups]
-        return found
+        """Groups of one weight decay and one scale of the learning rate. Parameters with fewer than two dimensions
+        (norms, biases) decay only with weight_decay_norms."""
+        groups: dict[tuple[float, bool], list[Tensor]] = {}
+        for p in part:
+            decays = p.ndim >= 2 or training.weight_decay_norms
+            groups.setdefault((self._scales.get(p, 1.0), not decays), []).append(p)
+        return [
+            {"params": params, "weight_decay": 0.0 if fixed else training.weight_decay, "scale": scale}
+            for (scale, fixed), params in sorted(groups.items(), key=lambda item: item[0])
+        ]
 
     def step(self, lr: float) -> float:
         """Clip the gradients, update, drop the gradients. Returns the norm; if it is not finite, nothing changes."""
         norm = grad_norm(self._parameters)
-        _scale(self._parameters, (self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+        gradients = [local_of(p.grad) for p in self._parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, (self._max_norm / (norm + 1e-6)).clamp(max=1.0))
         finite = torch.isfinite(norm)
         # With fused kernels the host does not wait for the norm: the kernel skips gradients that are not finite.
         if self._fused or bool(finite):
@@ -86,7 +89,7 @@ class Optimizer:
     def _update(self, part: torch.optim.AdamW) -> None:
         if self._offload:
             for moment in _moments(part):
-                _set_local(moment, _local(moment).to(self._device, non_blocking=True))
+                _set_local(moment, local_of(moment).to(self._device, non_blocking=True))
         part.step()
         if self._offload:
             self._to_host(part)
@@ -94,13 +97,13 @@ class Optimizer:
     def _to_host(self, part: torch.optim.AdamW) -> None:
         """Into one pinned buffer per part, which is kept: PyTorch rounds every pinned allocation up to a power of 2."""
         moments = list(_moments(part))
-        sizes = [_local(moment).numel() for moment in moments]
+        sizes = [local_of(moment).numel() for moment in moments]
         if self._device.type == "cpu" or not moments:
             return
         if part not in self._host or len(self._host[part]) < sum(sizes):
             self._host[part] = torch.empty(sum(sizes), pin_memory=True)
         for moment, buffer in zip(moments, self._host[part][: sum(sizes)].split(sizes), strict=True):
-            _set_local(moment, buffer.view(_local(moment).shape).copy_(_local(moment), non_blocking=True))
+            _set_local(moment, buffer.view(local_of(moment).shape).copy_(local_of(moment), non_blocking=True))
         torch.cuda.current_stream(self._device).synchronize()
 
     @property
@@ -124,7 +127,7 @@ class Optimizer:
         entry: dict[str, Any] = {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
         if self._offload:
             for name in MOMENTS:
-                _set_local(entry[name], _local(entry[name]).cpu())
+                _set_local(entry[name], local_of(entry[name]).cpu())
         part.state[parameter] = entry
         return entry
 
@@ -156,10 +159,6 @@ def _num_copies(tensor: Tensor) -> int:
     return copies
 
 
-def _scale(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    torch._foreach_mul_([local_of(p.grad) for p in parameters if p.grad is not None], factor)
-
-
 def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list[Tensor]]:
     """Parameters of one mesh, in order; with `max_bytes`, in parts whose moments are at most so large. Most parts are
     just below that power of 2, to which PyTorch rounds up their pinned memory."""
@@ -183,10 +182,6 @@ def _moments(part: torch.optim.AdamW) -> Iterator[Tensor]:
     for entry in part.state.values():
         for name in MOMENTS:
             yield entry[name]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _set_local(tensor: Tensor, values: Tensor) -> None:

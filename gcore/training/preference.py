@@ -1,4 +1,4 @@
-"""Objectives of pairs and demonstrations: pure functions of the steps of a packed micro-batch.
+"""Objectives of pairs: pure functions of the steps of a packed micro-batch.
 
     logprobs_S ──sum over the actions of each sample──> logps_B ──chosen, rejected──> Pairs ──loss_P──> mean over pairs
 
@@ -17,7 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gcore.config.preference import Preference
-from gcore.training.objective import Metrics, Objective, Part, StepColumns, StepData, at_actions, step_columns
+from gcore.training.objective import (
+    ENTROPY,
+    Metrics,
+    Objective,
+    Part,
+    StepColumns,
+    StepData,
+    at_actions,
+    sample_sums,
+    step_columns,
+)
 from gcore.types import Key, MicroBatch, MiniBatch
 
 
@@ -137,83 +147,67 @@ def kto(settings: Preference, mini: MiniBatch, kl: float) -> Objective:
     A "pair" is an answer and the answer of another row to the same prompt, which only the KL needs: `mismatched_kl`.
     """
 
-    def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
-        (logprobs_S, entropy_S, *_), columns = at_actions(outputs, columns)
-        if columns.num_samples < 2:  # padding
-            return 0.0 * logprobs_S.sum(), {}
-        pairs, rewards_B = to_pairs(logprobs_S, columns), columns.rewards_B
+    def of_pairs(pairs: Pairs, columns: StepColumns) -> tuple[Tensor, Metrics]:
+        rewards_B = columns.rewards_B
         assert rewards_B is not None
         good_P = torch.maximum(rewards_B[::2], rewards_B[1::2]) > 0.5
         signed_P = torch.where(good_P, pairs.chosen_ratio_P - kl, kl - pairs.chosen_ratio_P)
         weight_P = torch.where(good_P, settings.desirable_weight, settings.undesirable_weight)
         loss_P = weight_P * (1 - (settings.beta * signed_P).sigmoid())
         reward_P = settings.beta * pairs.chosen_ratio_P
-        count = torch.ones_like(reward_P)
-        return loss_P.sum() / max(mini.num_samples // 2, 1), {
-            "preference/loss": _mean(loss_P),
-            "preference/kl": _mean(kl * count),
+        return loss_P, {
+            "preference/kl": _mean(torch.full_like(loss_P, kl)),
             "preference/chosen_reward": _mean(reward_P[good_P]),
             "preference/rejected_reward": _mean(reward_P[~good_P]),
             "preference/chosen_logp": _mean(pairs.chosen_P[good_P]),
             "preference/rejected_logp": _mean(pairs.chosen_P[~good_P]),
-            "actor/entropy": Part(entropy_S.detach().double().sum(), columns.mask_S.double().sum()),
         }
 
-    return objective
+    return _mean_over_pairs(mini, of_pairs)
 
 
 def mismatched_kl(keys: Iterable[Key], data: StepData) -> dict[Key, float]:
     """Log ratios of the policy before the update and the reference, of the answers of other rows."""
     old, ref = data.columns["old_logprobs"], data.columns["ref_logprobs"]
-    found = {}
+    ratios = {}
     for key in keys:
         sample = data.samples[key]
         if sample.reward is not None and sample.reward < 0:
             mask_S = torch.from_numpy(sample.mask_S).to(old[key].device)
-            found[key] = float(torch.where(mask_S, old[key] - ref[key], 0.0).double().sum())
-    return found
+            ratios[key] = float(torch.where(mask_S, old[key] - ref[key], 0.0).double().sum())
+    return ratios
 
 
 def preference(loss: str, settings: Preference, mini: MiniBatch) -> Objective:
-    """The mean over the pairs of the mini-batch."""
-
-    def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
-        (logprobs_S, entropy_S, *_), columns = at_actions(outputs, columns)
-        if columns.num_samples < 2:  # padding
-            return 0.0 * logprobs_S.sum(), {}
-        pairs = to_pairs(logprobs_S, columns)
+    def of_pairs(pairs: Pairs, columns: StepColumns) -> tuple[Tensor, Metrics]:
         values = PAIR_LOSSES[loss](pairs, settings)
         loss_P = values.loss_P
         if settings.sft_coef:
             loss_P = loss_P - settings.sft_coef * pairs.chosen_P / pairs.chosen_length_P
-        total = loss_P.sum() / max(mini.num_samples // 2, 1)
         margin_P = values.chosen_reward_P - values.rejected_reward_P
-        return total, {
-            "preference/loss": _mean(loss_P),
+        return loss_P, {
             "preference/accuracy": _mean((margin_P > 0).double()),
             "preference/margin": _mean(margin_P),
             "preference/chosen_reward": _mean(values.chosen_reward_P),
             "preference/rejected_reward": _mean(values.rejected_reward_P),
             "preference/chosen_logp": _mean(pairs.chosen_P),
             "preference/rejected_logp": _mean(pairs.rejected_P),
-            "actor/entropy": Part(entropy_S.detach().double().sum(), columns.mask_S.double().sum()),
         }
 
-    return objective
+    return _mean_over_pairs(mini, of_pairs)
 
 
-def demonstrations(mini: MiniBatch) -> Objective:
-    """Mean negative logprob of the tokens of the answers."""
+def _mean_over_pairs(mini: MiniBatch, of_pairs: Callable[[Pairs, StepColumns], tuple[Tensor, Metrics]]) -> Objective:
+    """Of the mini-batch. `of_pairs`: the loss of each pair, and metrics."""
 
     def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
         (logprobs_S, entropy_S, *_), columns = at_actions(outputs, columns)
-        nll = -logprobs_S.sum()
-        count = columns.mask_S.double().sum()
-        metrics = {
-            "sft/loss": Part(nll.detach().double(), count),
-            "actor/entropy": Part(entropy_S.detach().double().sum(), count),
-        }
-        return nll / max(mini.num_actions, 1), metrics
+        if columns.num_samples < 2:  # padding
+            return 0.0 * logprobs_S.sum(), {}
+        loss_P, metrics = of_pairs(to_pairs(logprobs_S, columns), columns)
+        entropy = Part(entropy_S.detach().double().sum(), columns.mask_S.double().sum())
+        total = loss_P.sum() / max(mini.num_samples // 2, 1)
+        return total, {"preference/loss": _mean(loss_P), **metrics, ENTROPY: entropy}
 
     return objective
 
@@ -228,7 +222,7 @@ def without_gradients(
     sample_S = torch.cat([torch.full_like(outputs[key], i, dtype=torch.int64) for i, key in enumerate(keys)])
     columns = step_columns(Known(sample_S, keys), data, logprobs_S.device)
     _, metrics = objective((logprobs_S, torch.zeros_like(logprobs_S)), columns)
-    return {name: part.shared_by(micro.context) for name, part in metrics.items() if name != "actor/entropy"}
+    return {name: part.shared_by(micro.context) for name, part in metrics.items() if name != ENTROPY}
 
 
 class Known(NamedTuple):
@@ -246,8 +240,8 @@ def to_pairs(logprobs_S: Tensor, columns: StepColumns) -> Pairs:
     """Samples 2i and 2i + 1 are pair i."""
     ref_S, rewards_B = columns.ref_logprobs_S, columns.rewards_B
     assert rewards_B is not None
-    sums_B = [_sums(logprobs_S, columns), *([] if ref_S is None else [_sums(ref_S, columns)])]
-    lengths_B = _sums(torch.ones_like(logprobs_S), columns).clamp(min=1)
+    sums_B = [sample_sums(logprobs_S, columns), *([] if ref_S is None else [sample_sums(ref_S, columns)])]
+    lengths_B = sample_sums(torch.ones_like(logprobs_S), columns).clamp(min=1)
     first_P = rewards_B[::2] > rewards_B[1::2]
 
     def split(values_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,12 +251,6 @@ def to_pairs(logprobs_S: Tensor, columns: StepColumns) -> Pairs:
     chosen_P, rejected_P = split(sums_B[0])
     references = split(sums_B[1]) if ref_S is not None else (torch.zeros_like(chosen_P), torch.zeros_like(chosen_P))
     return Pairs(chosen_P, rejected_P, *references, *split(lengths_B))
-
-
-def _sums(values_S: Tensor, columns: StepColumns) -> Tensor:
-    """Sum over the actions of each sample."""
-    zeros_B = torch.zeros(columns.num_samples, device=values_S.device, dtype=values_S.dtype)
-    return zeros_B.index_add(0, columns.sample_S, columns.at_actions(values_S))
 
 
 def _mean(values_P: Tensor) -> Part:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gcore.training.context import Ranks, Sharing
+from gcore.training.context import RowGroup, Sharing
 from gcore.training.varlen import Spans, attend_block, attend_block_backward
 
 
@@ -28,7 +28,7 @@ def attend(query_LHD: Tensor, key_LGD: Tensor, value_LGD: Tensor, sharing: Shari
     return output
 
 
-class Block(NamedTuple):
+class RingStep(NamedTuple):
     """What a rank computes in one step. None: all its tokens."""
 
     query_index: Tensor | None
@@ -38,15 +38,15 @@ class Block(NamedTuple):
     causal: bool
 
 
-def block_of(sharing: Sharing, source: int) -> Block:
+def ring_step(sharing: Sharing, source: int) -> RingStep:
     """`source`: the rank that the keys come from."""
     whole, half = sharing.spans.divided(sharing.ranks.size), sharing.spans.divided(2 * sharing.ranks.size)
     front_L, back_L = sharing.halves
     if source == sharing.ranks.position:
-        return Block(None, None, whole, whole, True)
+        return RingStep(None, None, whole, whole, True)
     if source < sharing.ranks.position:
-        return Block(None, front_L, whole, half, False)
-    return Block(back_L, None, half, whole, False)
+        return RingStep(None, front_L, whole, half, False)
+    return RingStep(back_L, None, half, whole, False)
 
 
 class _Ring(torch.autograd.Function):
@@ -61,10 +61,10 @@ class _Ring(torch.autograd.Function):
         lse_HL = torch.full((query_LHD.shape[1], len(query_LHD)), -torch.inf, dtype=exact, device=query_LHD.device)
         for step in range(ranks.size):
             arrival = _pass_on(passing, ranks) if step + 1 < ranks.size else None
-            block = block_of(sharing, (ranks.position - step) % ranks.size)
-            key, value = _rows(passing, block.key_index, 1).unbind()
-            part = attend_block(_rows(query_LHD, block.query_index), key, value, *block[2:], scale)
-            _merge(output_LHD, lse_HL, part, block.query_index)
+            now = ring_step(sharing, (ranks.position - step) % ranks.size)
+            key, value = _rows(passing, now.key_index, 1).unbind()
+            part = attend_block(_rows(query_LHD, now.query_index), key, value, *now[2:], scale)
+            _merge(output_LHD, lse_HL, part, now.query_index)
             if arrival is not None:
                 passing = arrival()
         output_LHD = output_LHD.to(query_LHD.dtype)
@@ -81,14 +81,14 @@ class _Ring(torch.autograd.Function):
         home: Callable[[], Tensor] | None = None  # of the gradients that travel after their keys
         for step in range(ranks.size):
             arrival = _pass_on(passing, ranks) if step + 1 < ranks.size else None
-            block = block_of(ctx.sharing, (ranks.position - step) % ranks.size)
-            grad, query, output = (_rows(t, block.query_index) for t in (grad_LHD, query_LHD, output_LHD))
-            key, value = _rows(passing, block.key_index, 1).unbind()
-            lse = _rows(lse_HL, block.query_index, 1)
-            dq, dk, dv = attend_block_backward(grad, query, key, value, output, lse, *block[2:], ctx.scale)
-            _add(query_grad, dq, block.query_index)
+            now = ring_step(ctx.sharing, (ranks.position - step) % ranks.size)
+            grad, query, output = (_rows(t, now.query_index) for t in (grad_LHD, query_LHD, output_LHD))
+            key, value = _rows(passing, now.key_index, 1).unbind()
+            lse = _rows(lse_HL, now.query_index, 1)
+            dq, dk, dv = attend_block_backward(grad, query, key, value, output, lse, *now[2:], ctx.scale)
+            _add(query_grad, dq, now.query_index)
             key_grad = own_grad if step == 0 else torch.zeros_like(own_grad) if home is None else home()
-            _add(key_grad, torch.stack([dk, dv]), block.key_index, 1)
+            _add(key_grad, torch.stack([dk, dv]), now.key_index, 1)
             if step > 0:
                 home = _pass_on(key_grad, ranks)
             if arrival is not None:
@@ -125,7 +125,7 @@ def _add(total: Tensor, part: Tensor, index: Tensor | None, dim: int = 0) -> Non
         total.index_add_(dim, index, part.to(total.dtype))
 
 
-def _pass_on(tensor: Tensor, ranks: Ranks) -> Callable[[], Tensor]:
+def _pass_on(tensor: Tensor, ranks: RowGroup) -> Callable[[], Tensor]:
     """Send to the next rank of the ring and receive from the previous one, in the background. The returned function
     waits and returns what was received."""
     received = torch.empty_like(tensor)

@@ -1,12 +1,13 @@
-"""The learning rate as a pure function of the update, and the parameter groups for weight decay."""
+"""The learning rate as a pure function of the update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
 
-from torch import Tensor
+from gcore.config.training import WarmStart
+from gcore.config.tree import Config
+from gcore.training.state import TrainedName
+from gcore.types import TrainBatch
 
 
 def learning_rate(
@@ -33,10 +34,31 @@ def learning_rate(
     return rate * (min_ratio + (1 - min_ratio) * decay)
 
 
-def decay_groups(parameters: Iterable[Tensor], weight_decay: float, norms: bool) -> list[dict[str, Any]]:
-    """Parameter groups for AdamW. Parameters with fewer than two dimensions (norms, biases) decay only with `norms`."""
-    found = list(parameters)
-    matrices = [p for p in found if p.ndim >= 2 or norms]
-    others = [p for p in found if p.ndim < 2 and not norms]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def peak_of(config: Config, batch: TrainBatch, network: TrainedName) -> tuple[str, float]:
+    """The key of the learning rate, and its value."""
+    if (warm := _warm_start(config, batch)) is not None:
+        return "training.warm_start.lr", warm.lr
+    return ("critic.lr", config.critic.lr) if network == "critic" else ("training.lr", config.training.lr)
+
+
+def learning_rate_of(config: Config, batch: TrainBatch, number: int, network: TrainedName, updates: int) -> float:
+    """For update `number` of a step. Progress counts steps: a step may have fewer mini-batches, or none."""
+    training, algorithm, (_, peak) = config.training, config.algorithm, peak_of(config, batch, network)
+    if (warm := _warm_start(config, batch)) is not None:
+        warmup, position = max(1, warm.steps // 10), batch.step - 1
+        return learning_rate(updates, peak=peak, total=warm.steps, warmup=warmup, schedule="linear", position=position)
+    planned, actual = algorithm.mini_batches * algorithm.epochs, len(batch.mini_batches) * algorithm.epochs
+    return learning_rate(
+        updates,
+        peak=peak,
+        total=config.run.total_steps * planned,
+        warmup=training.warmup_steps,
+        schedule=training.schedule,
+        min_ratio=training.min_lr_ratio,
+        position=(batch.step - 1) * planned + number * planned / actual,
+    )
+
+
+def _warm_start(config: Config, batch: TrainBatch) -> WarmStart | None:
+    """The settings of the update, if it is one of the warm start."""
+    return config.training.warm_start if batch.objective == "warm_start" else None

@@ -25,7 +25,7 @@ class ScoreModel(LogprobModel):
     def check_sharing(self, num_ranks: int) -> None:
         raise UserError("a reward model is trained without context parallelism (key: training.context_parallel)")
 
-    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.Ranks) -> Packed:
+    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> Packed:
         packed = super().pack(micro, samples, ranks)
         # the state after the last token, not the one that predicts it
         return packed if packed.is_padding else dataclasses.replace(packed, select_S=packed.select_S + 1)

@@ -50,7 +50,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class GlobalSums:
     """The data-parallel ranks. `sum`: a collective. `holders`: number of ranks that have a sample; default: 1. Sums
     count each sample once."""
 
@@ -93,7 +93,7 @@ def step_targets(
     samples: Mapping[Key, Sample],
     advantages: Mapping[Key, float],
     algorithm: Algorithm,
-    ranks: Ranks,
+    sums: GlobalSums,
     penalties: Mapping[Key, Floats] | None = None,
     values: Mapping[Key, Floats] | None = None,
 ) -> Targets:
@@ -113,10 +113,10 @@ def step_targets(
         if values is not None:
             returns = {key: found[key] + values[key] for key in found}
     if estimator.rescale:
-        counted = ranks.total({key: np.array([1.0, a != 0]) for key, a in advantages.items()}, 2)
+        counted = sums.total({key: np.array([1.0, a != 0]) for key, a in advantages.items()}, 2)
         found = {key: each * (counted[0] / max(counted[1], 1.0)) for key, each in found.items()}
     if estimator.whiten:
-        moments = ranks.moments({key: each[samples[key].mask_S] for key, each in found.items()})
+        moments = sums.moments({key: each[samples[key].mask_S] for key, each in found.items()})
         found = {key: whiten(each, moments) for key, each in found.items()}
     return Targets(_float32(found), _float32(returns))
 
@@ -182,15 +182,15 @@ def whiten(values: Array, moments: Moments | None) -> Array:
 
 
 def explained_variance(
-    returns: Mapping[Key, Floats], values: Mapping[Key, Floats], masks: Mapping[Key, Bools], ranks: Ranks
+    returns: Mapping[Key, Floats], values: Mapping[Key, Floats], masks: Mapping[Key, Bools], sums: GlobalSums
 ) -> float:
     """1 - var(returns - values) / var(returns) over the actions of the global batch: 1 for perfect values, 0 if they
     are no better than a constant."""
     targets, predicted = (
         {key: column[key][mask_S].astype(np.float64) for key, mask_S in masks.items()} for column in (returns, values)
     )
-    target = ranks.moments(targets)
-    error = ranks.moments({key: targets[key] - predicted[key] for key in masks})
+    target = sums.moments(targets)
+    error = sums.moments({key: targets[key] - predicted[key] for key in masks})
     return 0.0 if target is None or error is None else 1.0 - error.spread**2 / target.spread**2
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gcore.types import Key, MicroBatch, Sample
 
 if TYPE_CHECKING:
-    from gcore.training.context import Ranks
+    from gcore.training.context import RowGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class StepModel(Protocol):
         """Raise UserError if this number of ranks cannot compute a sample together."""
         ...
 
-    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: Ranks) -> StepBatch:
+    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: RowGroup) -> StepBatch:
         """`ranks`: those that compute the micro-batch together."""
         ...
 

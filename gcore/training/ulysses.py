@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gcore.training.context import Ranks, Sharing
+from gcore.training.context import RowGroup, Sharing
 from gcore.training.varlen import attend_row
 
 
@@ -27,50 +27,31 @@ def attend(
     if repeats > 1:
         key_LGD, value_LGD = (tensor.repeat_interleave(repeats, 1) for tensor in (key_LGD, value_LGD))
     by_rank = [tensor.unflatten(1, (size, -1)).transpose(0, 1) for tensor in (query_LHD, key_LGD, value_LGD)]
-    row = _ToHeads.apply(torch.cat(by_rank, 2), sharing.ranks)  # one exchange for all three
-    query_THD, key_TGD, value_TGD = row.split([part.shape[2] for part in by_rank], 1)
+    parts_kLHD = _exchange(torch.cat(by_rank, 2), sharing.ranks)  # one exchange for all three
+    row_THD = parts_kLHD.transpose(0, 1).flatten(0, 1)  # rank r has the tokens r, r + k, ...
+    query_THD, key_TGD, value_TGD = row_THD.split([part.shape[2] for part in by_rank], 1)
     output_THD = attend_row(query_THD, key_TGD, value_TGD, sharing.spans, scale, window)
-    output_kLHD: Tensor = _ToTokens.apply(output_THD, sharing.ranks)
+    output_kLHD = _exchange(output_THD.unflatten(0, (-1, size)).transpose(0, 1), sharing.ranks)
     return output_kLHD.transpose(0, 1).flatten(1, 2)
 
 
-class _ToHeads(torch.autograd.Function):
-    """[k, L, H / k, D]: of my tokens, the heads for each rank -> [T, H / k, D]: my heads of all tokens, in order."""
-
-    @staticmethod
-    def forward(ctx: Any, parts_kLHD: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _to_heads(parts_kLHD, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(gradients[0], ctx.ranks), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """The inverse of _ToHeads, and its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, row_THD: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _to_tokens(row_THD, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(gradients[0], ctx.ranks), None
-
-
-def _to_heads(parts_kLHD: Tensor, ranks: Ranks) -> Tensor:
-    return _all_to_all(parts_kLHD, ranks).transpose(0, 1).flatten(0, 1)  # rank r has the tokens r, r + k, ...
-
-
-def _to_tokens(row_THD: Tensor, ranks: Ranks) -> Tensor:
-    return _all_to_all(row_THD.unflatten(0, (-1, ranks.size)).transpose(0, 1), ranks)
-
-
-def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
+def _exchange(parts: Tensor, ranks: RowGroup) -> Tensor:
     """Part r goes to rank r; the result has the parts of all ranks for this one."""
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=ranks.group)
+    received: Tensor = _AllToAll.apply(parts, ranks)
     return received
+
+
+class _AllToAll(torch.autograd.Function):
+    """Its gradient is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, ranks: RowGroup) -> Tensor:
+        ctx.ranks = ranks
+        sent = parts.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ranks.group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchange(gradients[0], ctx.ranks), None

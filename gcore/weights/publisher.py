@@ -70,28 +70,30 @@ class WeightPublisher:
         self._rank, self._method, self._dtype, self._sender = rank, method, dtype, sender
         self._exported: dict[int, Tensor] = {}  # cuda_ipc: blocks that engines may still read, by bucket
 
-    def exact(self) -> WeightPublisher:
-        """One that does not round: for critic ranks."""
-        return WeightPublisher(self._rank, "in_process" if self._method == "in_process" else "host_memory")
-
     def plan(self, parameters: Mapping[str, Parameter]) -> WeightPlan:
-        num_buckets = len(bucket_names(parameters, self._dtype_of(parameters)))
-        return WeightPlan(num_buckets, every_rank=self._method == "cuda_ipc")
+        to_engines, to_critics = (
+            len(bucket_names(parameters, dtype)) for dtype in (self._dtype_of(parameters), torch.float32)
+        )
+        return WeightPlan(to_engines, every_rank=self._method == "cuda_ipc", critic_buckets=to_critics)
 
     def bucket(self, parameters: Mapping[str, Parameter], index: int, receivers: Receivers) -> Weights:
-        """Collective: all ranks gather bucket `index`. Empty on ranks from which no engine reads."""
-        if self._sender is not None and index == 0:
-            self._sender.connect(receivers.names, receivers.restarted)
-        dtype, tensors = self._dtype_of(parameters), dict[str, Tensor]()
+        """Collective: all ranks gather bucket `index`. Empty on ranks from which no receiver reads."""
+        method, dtype = self._method, self._dtype_of(parameters)
+        if receivers.are_critics:  # they have another device, and train in float32
+            method, dtype = "in_process" if method == "in_process" else "host_memory", torch.float32
+        sender = self._sender if method == "broadcast" else None
+        if sender is not None and index == 0:
+            sender.connect(receivers.names, receivers.restarted)
+        tensors = dict[str, Tensor]()
         for name in bucket_names(parameters, dtype)[index]:
             whole = whole_tensor(parameters[name]).detach().to(dtype)
-            if self._method == "cuda_ipc" or self._rank == 0:
+            if method == "cuda_ipc" or self._rank == 0:
                 tensors[name] = whole
-        if self._method == "in_process" or not tensors:
+        if method == "in_process" or not tensors:
             return tensors
-        if self._sender is not None:
-            return pack_bucket(tensors, self._sender.send)
-        if self._method != "cuda_ipc":
+        if sender is not None:
+            return pack_bucket(tensors, sender.send)
+        if method != "cuda_ipc":
             return pack_bucket(tensors, to_host_memory)
 
         def to_handle(block: Tensor) -> CudaHandle:

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from gcore.clients import CriticClient, EngineClient, TrainerClient
+from gcore.clients import EngineClient, TrainerClient
 from gcore.protocols import BroadcastError, Receivers, Ref, RoleDied, RoleError, WeightPlan, Weights
 
 ATTEMPTS = 3
@@ -93,7 +93,7 @@ class WeightTransfer:
         return [trainer.weight_bucket(index, receivers) for trainer in self._trainers]
 
 
-async def copy_policy(trainers: Sequence[TrainerClient], critics: Sequence[CriticClient]) -> None:
+async def copy_policy(trainers: Sequence[TrainerClient], critics: Sequence[TrainerClient]) -> None:
     """A critic with ranks of its own becomes a copy of the policy, bucket by bucket. Called by controller 0."""
     plan = await trainers[0].weight_plan()
     for index in range(plan.critic_buckets):

@@ -49,7 +49,7 @@ LOSSES = {
         "kl_coef": 0.1,
         "kl_estimator": "k2",
     },
-    "imitation": None,
+    "warm_start": None,
 }
 
 
@@ -75,7 +75,7 @@ class World(NamedTuple):
     @property
     def losses(self) -> list[str]:
         """With tensor parallelism two are enough: it changes the network, and not what follows."""
-        return list(LOSSES) if self.tensor == 1 else ["gspo sequence_mean", "imitation"]
+        return list(LOSSES) if self.tensor == 1 else ["gspo sequence_mean", "warm_start"]
 
     @property
     def config(self) -> Config:
@@ -171,7 +171,7 @@ def compute(world: World, rank: int) -> dict[str, Any]:
     result: dict[str, Any] = {"losses": {}}
     for name in world.losses:
         section = LOSSES[name]
-        loss = objective.imitation(mini)
+        loss = objective.demonstrations(mini)
         if section is not None:
             loss = objective.policy(config_of(algorithm=section).algorithm, mini, 8)
         found, metrics = gradients_of(

@@ -25,7 +25,7 @@ from gcore.prompts.conditions import ConditionTemplater
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
 from gcore.training import lora
-from gcore.training.context import Ranks
+from gcore.training.context import RowGroup
 from gcore.training.denoise_model import DenoiseModel
 from gcore.training.fsdp import mixed_precision
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
@@ -67,7 +67,7 @@ def samples_of(config: Config, folder: Path, denoiser: Any, number: int = 3) -> 
 
 
 def logprobs_of(model: DenoiseModel, samples: dict[Any, Sample]) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    packed = model.pack(MicroBatch((tuple(samples),), 8), samples, Ranks(None, (0,), 0))
+    packed = model.pack(MicroBatch((tuple(samples),), 8), samples, RowGroup(None, (0,), 0))
     found = model(packed)[0]
     rollout = np.concatenate([sample.rollout_logprobs_S for sample in samples.values()])
     return found.detach().numpy(), rollout, found

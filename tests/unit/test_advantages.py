@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.algorithm import ESTIMATORS, Algorithm, Overlong
+from gcore.config.algorithm import ESTIMATORS, AdaptiveEntropy, AdaptiveKl, Algorithm, Overlong
 from gcore.content.tokens import Tokens
 from gcore.preparation.advantages import (
     GROUP_ESTIMATORS,
@@ -17,8 +17,8 @@ from gcore.preparation.advantages import (
     estimate,
     overlong_penalty,
 )
-from gcore.training.coefficients import Coefficients, next_entropy_coef, next_kl_coef
-from gcore.training.step_advantages import Moments, Ranks, explained_variance, generalized, step_targets, whiten
+from gcore.training.coefficients import Coefficients
+from gcore.training.step_advantages import GlobalSums, Moments, explained_variance, generalized, step_targets, whiten
 from gcore.types import Sample, UserError
 
 VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())
@@ -95,8 +95,8 @@ def test_whiten_leaves_a_single_action_and_survives_no_spread():
     assert np.isnan(whiten(of(1, 2), moments_of(of(1, np.nan)))).all()  # the update is skipped
 
 
-def moments_of(values, ranks: Ranks | None = None) -> Moments:
-    return (ranks or Ranks()).moments({(0, 0): values})
+def moments_of(values, ranks: GlobalSums | None = None) -> Moments:
+    return (ranks or GlobalSums()).moments({(0, 0): values})
 
 
 @pytest.mark.parametrize(("mean", "spread"), [(1e6, 1.0), (1e8, 1.0), (1e3, 1e-3), (0.0, 1e-300), (-3e200, 1e150)])
@@ -122,7 +122,7 @@ def over_ranks(shares: list[dict], function, holders=None) -> list:
         waiting.wait()
         return total
 
-    ranks = Ranks(sum_over_ranks, holders or {})
+    ranks = GlobalSums(sum_over_ranks, holders or {})
     with ThreadPoolExecutor(len(shares)) as pool:
         return list(pool.map(lambda share: function(share, ranks), shares))
 
@@ -131,7 +131,7 @@ def test_moments_do_not_depend_on_the_ranks_to_the_last_bit():
     """In any order, also of values that differ by 300 orders of magnitude, and of samples that two ranks share."""
     rng = np.random.default_rng(1)
     own = {(i, 0): rng.normal(size=rng.integers(0, 9)) * 10.0 ** rng.integers(-150, 150) for i in range(60)}
-    whole, keys = Ranks().moments(own), list(own)
+    whole, keys = GlobalSums().moments(own), list(own)
     for size in (1, 2, 3, 7):
         rng.shuffle(keys)
         shares = [{tuple(key): own[tuple(key)] for key in keys[rank::size]} for rank in range(size)]
@@ -191,11 +191,11 @@ def test_gae_same_as_an_independent_loop(seed):
 def test_explained_variance():
     masks = {(0, 0): np.array([True, False, True]), (1, 0): np.array([True, True])}
     returns = {(0, 0): of(1, 99, 2), (1, 0): of(3, 6)}
-    assert explained_variance(returns, returns, masks, Ranks()) == pytest.approx(1.0, abs=1e-7)
+    assert explained_variance(returns, returns, masks, GlobalSums()) == pytest.approx(1.0, abs=1e-7)
     flat = {key: np.full(len(mask), 5.0) for key, mask in masks.items()}
-    assert explained_variance(returns, flat, masks, Ranks()) == pytest.approx(0.0, abs=1e-7)
+    assert explained_variance(returns, flat, masks, GlobalSums()) == pytest.approx(0.0, abs=1e-7)
     half = {key: values - 0.5 * values for key, values in returns.items()}
-    assert explained_variance(returns, half, masks, Ranks()) == pytest.approx(0.75, abs=1e-7)
+    assert explained_variance(returns, half, masks, GlobalSums()) == pytest.approx(0.75, abs=1e-7)
 
 
 def test_opo_weighs_the_baseline_by_length():
@@ -222,9 +222,9 @@ def test_gpg_scales_up_for_groups_without_a_spread():
     samples = {(i, 0): sample(i, [1]) for i in range(4)}
     algorithm = Algorithm(adv_estimator="gpg")
     given = {(0, 0): 0.5, (1, 0): -0.5, (2, 0): 0.0, (3, 0): 0.0}
-    found = step_targets(samples, given, algorithm, Ranks()).advantages
+    found = step_targets(samples, given, algorithm, GlobalSums()).advantages
     assert [found[key][0] for key in samples] == [1.0, -1.0, 0.0, 0.0]
-    nothing = step_targets(samples, dict.fromkeys(samples, 0.0), algorithm, Ranks()).advantages
+    nothing = step_targets(samples, dict.fromkeys(samples, 0.0), algorithm, GlobalSums()).advantages
     assert not any(values.any() for values in nothing.values())
 
 
@@ -241,21 +241,23 @@ def test_an_estimator_of_the_user_is_checked_and_has_metrics():
 
 
 def test_adaptive_kl_same_as_verl():
-    current = 0.1
+    current, control = Coefficients(0.1, 0.0), AdaptiveKl(target=0.05, horizon=1000)
     for kl, samples, expected in VERL["adaptive_kl"]:
-        current = next_kl_coef(current, kl, samples, 0.05, 1000)
-        assert current == pytest.approx(expected, abs=1e-9)
+        current = current.after_kl(control, kl, samples)
+        assert current.kl == pytest.approx(expected, abs=1e-9)
 
 
 def test_adaptive_kl_of_a_large_step_keeps_its_sign():
-    assert next_kl_coef(0.1, 0.0, 1024, 0.05, 200) == pytest.approx(0.08)
-    assert next_kl_coef(0.1, 1.0, 1024, 0.05, 200) == pytest.approx(0.12)
+    start, control = Coefficients(0.1, 0.0), AdaptiveKl(target=0.05, horizon=200)
+    assert start.after_kl(control, 0.0, 1024).kl == pytest.approx(0.08)
+    assert start.after_kl(control, 1.0, 1024).kl == pytest.approx(0.12)
 
 
 def test_entropy_control():
-    assert next_entropy_coef(0.01, 0.1, 0.2, 0.005) == (pytest.approx(0.015), True)
-    assert next_entropy_coef(0.01, 0.3, 0.2, 0.005) == (pytest.approx(0.005), False)
-    assert next_entropy_coef(0.0, 0.3, 0.2, 0.005) == (0.0, False)
+    start, control = Coefficients(0.0, 0.01), AdaptiveEntropy(target=0.2, change=0.005)
+    assert start.after_entropy(control, 0.1) == Coefficients(0.0, pytest.approx(0.015), True)
+    assert start.after_entropy(control, 0.3) == Coefficients(0.0, pytest.approx(0.005), False)
+    assert Coefficients(0.0, 0.0).after_entropy(control, 0.3) == Coefficients(0.0, 0.0, False)
     algorithm = Algorithm(adaptive_entropy={"target": 0.2}, entropy_coef=0.5, kl_coef=0.1, adaptive_kl={"target": 0.05})
     now = Coefficients(0.3, 0.7, bonus=False)
     assert (now.applied(algorithm).kl_coef, now.applied(algorithm).entropy_coef) == (0.3, 0.0)
@@ -268,11 +270,11 @@ def test_advantages_of_steps_by_hand():
     algorithm = Algorithm(adv_estimator="reinforce_pp", kl_coef=0.5, kl_in="reward")
     samples = {(0, 0): sample(0, [1, 0, 1]), (1, 0): sample(1, [1])}
     penalties = {(0, 0): 0.5 * of(0.1, 7.0, 0.3), (1, 0): 0.5 * of(0.2)}
-    found = step_targets(samples, {(0, 0): 2.0, (1, 0): -1.0}, algorithm, Ranks(), penalties).advantages
+    found = step_targets(samples, {(0, 0): 2.0, (1, 0): -1.0}, algorithm, GlobalSums(), penalties).advantages
     actions = of(2 - 0.5 * 0.4, 2 - 0.5 * 0.3, -1 - 0.5 * 0.2)
     expected = (actions - actions.mean()) / actions.std(ddof=1)
     assert [*found[0, 0][[0, 2]], *found[1, 0]] == pytest.approx(expected, abs=1e-6)
-    plain = step_targets(samples, {(0, 0): 2.0, (1, 0): -1.0}, Algorithm(), Ranks(lambda sums: 1 / 0)).advantages
+    plain = step_targets(samples, {(0, 0): 2.0, (1, 0): -1.0}, Algorithm(), GlobalSums(lambda sums: 1 / 0)).advantages
     assert plain[0, 0].tolist() == [2.0, 2.0, 2.0] and plain[1, 0].tolist() == [-1.0]
 
 
@@ -281,7 +283,7 @@ def test_whitening_does_not_depend_on_the_split_over_ranks():
     samples = {(i, 0): sample(i, rng.random(rng.integers(1, 9)) > 0.3) for i in range(60)}
     given = {key: float(rng.normal()) for key in samples}
     algorithm = Algorithm(adv_estimator="reinforce_pp_baseline")
-    whole = step_targets(samples, given, algorithm, Ranks()).advantages
+    whole = step_targets(samples, given, algorithm, GlobalSums()).advantages
     keys = list(samples)
     shares = [keys[:7], [], keys[7:31], keys[31:]]  # one rank has nothing
     parts = [{key: given[key] for key in share} for share in shares]
@@ -340,7 +342,7 @@ def test_same_as_verl(name, case):
             rewards[own] = sum(batch["weights"][part] * values for part, values in parts.items())
         found = advantages(estimator, rewards[own], **more)
         per_sample |= zip([(int(i), 0) for i in np.flatnonzero(own)], found.tolist(), strict=True)
-    found = step_targets(samples_of(batch), per_sample, algorithm, Ranks()).advantages
+    found = step_targets(samples_of(batch), per_sample, algorithm, GlobalSums()).advantages
     ours = np.array([found[i, 0] for i in range(len(mask))]) * mask
     assert ours == pytest.approx(np.array(GOLDEN[case]["advantages"][name]) * mask, abs=1e-6)
     assert np.abs(ours).max() > 0.5
@@ -362,7 +364,7 @@ def test_gae_same_as_verl(case, kind):
     penalties = {(i, 0): VERL["kl_coef"] * row for i, row in enumerate(difference)} if penalty == "kl" else None
     scores = {(i, 0): reward for i, reward in enumerate(batch["rewards"])}
     given = {(i, 0): row for i, row in enumerate(values)}
-    found = step_targets(samples_of(batch), scores, algorithm, Ranks(), penalties, given)
+    found = step_targets(samples_of(batch), scores, algorithm, GlobalSums(), penalties, given)
     for name, columns in (("advantages", found.advantages), ("returns", found.returns)):
         ours = np.array([columns[i, 0] for i in range(len(mask))]) * mask
         assert ours == pytest.approx(np.array(expected[name]) * mask, abs=1e-6)

@@ -15,7 +15,7 @@ import torch
 
 from gcore.checkpoint import tensors, writer
 from gcore.checkpoint.tensors import Shard, ShardFiles, assign
-from gcore.checkpoint.writer import BackgroundWriter, HostMemory
+from gcore.checkpoint.writer import BackgroundWriter, HostMemory, Snapshot
 from gcore.training import state
 from gcore.training.rank import TrainerRank
 from tests.unit.test_training import (
@@ -141,45 +141,45 @@ def test_storage_that_is_moved_before_the_copy_is_saved_as_it_was(tmp_path, monk
     assert torch.equal(shards[0].values, values)
     slow = SlowCopy(monkeypatch)
     saver = BackgroundWriter(0, CPU)
-    saver.stage({"weights": shards}, {})
+    saver.stage(Snapshot({"weights": shards}))
     moved.data = torch.ones(6)
     slow.go.set()
-    saver.write(tmp_path, {}).result()
+    saver.write(tmp_path).result()
     assert torch.equal(tensors.read(tmp_path / "weights", ["moved"])["moved"], values)
 
 
 def test_copied_shards_keep_no_memory_alive():
     """Else an off-load would not free the memory of the device until the files are written."""
     saver, tensor = BackgroundWriter(0, CPU), torch.zeros(4)
-    saver.stage({"weights": [Shard("a", (4,), (0,), tensor)]}, {})
+    saver.stage(Snapshot({"weights": [Shard("a", (4,), (0,), tensor)]}))
     saver.fence()
-    assert all(shard.values.is_meta for shards in saver._groups.values() for shard in shards)
+    assert all(shard.values.is_meta for shards in saver._snapshot.shards.values() for shard in shards)
 
 
 def test_without_a_copy_the_shards_are_written_as_they_are_and_no_memory_is_kept(tmp_path):
     """checkpoint.asynchronous=false: the caller waits for the files."""
     saver, tensor = BackgroundWriter(0, CPU, copies=False), torch.arange(6.0).reshape(2, 3)
-    assert saver.stage({"weights": [Shard("a", (2, 3), (0, 0), tensor)]}, {}) == 24
-    written = saver.write(tmp_path, {})
+    assert saver.stage(Snapshot({"weights": [Shard("a", (2, 3), (0, 0), tensor)]})) == 24
+    written = saver.write(tmp_path)
     saver.fence()
-    assert written.done() and not written.result().error and saver.host_bytes == 0 and not saver._groups
+    assert written.done() and not written.result().error and saver.host_bytes == 0 and not saver._snapshot.shards
     assert torch.equal(tensors.read(tmp_path / "weights", ["a"])["a"], tensor)
 
 
 def test_without_a_copy_shards_that_change_before_they_are_written_are_not_saved(tmp_path):
     saver = BackgroundWriter(0, CPU, copies=False)
-    saver.stage({"weights": [Shard("a", (4,), (0,), torch.zeros(4))]}, {})
+    saver.stage(Snapshot({"weights": [Shard("a", (4,), (0,), torch.zeros(4))]}))
     saver.fence()  # as every function of the compute thread calls it
-    assert "Abandoned" in saver.write(tmp_path, {}).result().error
+    assert "Abandoned" in saver.write(tmp_path).result().error
 
 
 def test_a_second_snapshot_does_not_overwrite_the_one_that_is_written(tmp_path):
     saver = BackgroundWriter(0, CPU)
-    saver.stage({"weights": [Shard("a", (4,), (0,), torch.zeros(4))]}, {})
+    saver.stage(Snapshot({"weights": [Shard("a", (4,), (0,), torch.zeros(4))]}))
     with pytest.raises(AssertionError, match="one save at a time"):
-        saver.stage({"weights": [Shard("a", (4,), (0,), torch.ones(4))]}, {})
-    assert not saver.write(tmp_path, {}).result().error
-    saver.stage({"weights": [Shard("a", (4,), (0,), torch.ones(4))]}, {})
+        saver.stage(Snapshot({"weights": [Shard("a", (4,), (0,), torch.ones(4))]}))
+    assert not saver.write(tmp_path).result().error
+    saver.stage(Snapshot({"weights": [Shard("a", (4,), (0,), torch.ones(4))]}))
     saver.abandon()
 
 
@@ -233,15 +233,15 @@ def test_after_abandon_nothing_is_written_any_more(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writer, "write_file", slow)
     saver = BackgroundWriter(0, CPU)
-    saver.stage({"weights": [Shard("a", (40,), (0,), torch.zeros(40))]}, {})
-    writing = saver.write(tmp_path, {})
+    saver.stage(Snapshot({"weights": [Shard("a", (40,), (0,), torch.zeros(40))]}))
+    writing = saver.write(tmp_path)
     assert started.wait(LIMIT_S)
     threading.Timer(0.2, go.set).start()
     saver.abandon()
     assert writing.done() and "Abandoned" in writing.result().error
     assert (tmp_path / "weights" / "0-0.safetensors").stat().st_size < 160
-    saver.stage({"weights": [Shard("a", (4,), (0,), torch.ones(4))]}, {})
-    assert not saver.write(tmp_path, {}).result().error
+    saver.stage(Snapshot({"weights": [Shard("a", (4,), (0,), torch.ones(4))]}))
+    assert not saver.write(tmp_path).result().error
 
 
 @pytest.mark.parametrize("sections", [KL, LORA], ids=["all weights", "adapters"])
@@ -262,7 +262,7 @@ def test_a_load_brings_a_living_rank_exactly_to_the_saved_state(tmp_path, sectio
         mini = batch.mini_batches[0]
         trainer._fill_targets(batch)
         objective = trainer._objective(batch, mini)  # gradients without a step
-        await trainer._in_thread(trainer.backend.forward_backward, mini.micro_batches, trainer._data, objective)
+        await trainer.compute(trainer.backend.forward_backward, mini.micro_batches, trainer._data, objective)
         trainer.trained["policy"].bad_in_a_row = 2
         await trainer.snapshot()
         await trainer.load(str(tmp_path))
@@ -302,12 +302,12 @@ def test_a_copy_that_fails_is_reported_and_the_next_save_works(tmp_path, monkeyp
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(HostMemory, "reserve", full)
-    saver.stage({"weights": [Shard("a", (4,), (0,), tensor)]}, {})
+    saver.stage(Snapshot({"weights": [Shard("a", (4,), (0,), tensor)]}))
     saver.fence()
-    assert "can't allocate memory" in saver.write(tmp_path, {}).result().error and not saver._groups
+    assert "can't allocate memory" in saver.write(tmp_path).result().error and not saver._snapshot.shards
     monkeypatch.setattr(HostMemory, "reserve", real)
-    saver.stage({"weights": [Shard("a", (4,), (0,), tensor)]}, {})
-    assert not saver.write(tmp_path, {}).result().error
+    saver.stage(Snapshot({"weights": [Shard("a", (4,), (0,), tensor)]}))
+    assert not saver.write(tmp_path).result().error
     assert torch.equal(tensors.read(tmp_path / "weights", ["a"])["a"], tensor)
 
 
@@ -315,7 +315,7 @@ def test_a_copy_that_fails_is_reported_and_the_next_save_works(tmp_path, monkeyp
 def test_an_abandoned_save_keeps_no_memory_alive(copies):
     """The disk is full: nothing is written until the next save."""
     saver, tensor = BackgroundWriter(0, CPU, copies), torch.zeros(4)
-    saver.stage({"weights": [Shard("a", (4,), (0,), tensor)]}, {})
+    saver.stage(Snapshot({"weights": [Shard("a", (4,), (0,), tensor)]}))
     storage = weakref.ref(tensor)
     saver.abandon()
     del tensor
@@ -336,8 +336,8 @@ def test_shards_span_blocks_and_files(tmp_path, monkeypatch, block):
     for _ in range(2):  # the memory is reused
         values = {name: value + 1 for name, value in values.items()}
         shards = [Shard(name, tuple(v.shape), (0,) * v.ndim, v) for name, v in values.items()]
-        num_bytes = saver.stage({"weights": shards}, {})
-        written = saver.write(tmp_path, {"a.json": b"{}"}).result()
+        num_bytes = saver.stage(Snapshot({"weights": shards}, about={"a.json": b"{}"}))
+        written = saver.write(tmp_path).result()
         assert num_bytes == sum(v.numel() * v.element_size() for v in values.values()) == saver.host_bytes
         assert len(written.files) > 3 and all(name.startswith("weights/3-") for name in list(written.files)[1:])
         found = ShardFiles(tmp_path / "weights")
@@ -372,8 +372,8 @@ def test_any_part_can_be_read_from_any_shards(tmp_path):
     for rank, (rows, columns) in enumerate([((0, 4), (0, 7)), ((0, 4), (7, 10)), ((4, 6), (0, 10))]):
         values = whole[slice(*rows), slice(*columns)]
         saver = BackgroundWriter(rank, CPU)
-        saver.stage({"weights": [Shard("w", (6, 10), (rows[0], columns[0]), values)]}, {})
-        assert not saver.write(tmp_path, {}).result().error
+        saver.stage(Snapshot({"weights": [Shard("w", (6, 10), (rows[0], columns[0]), values)]}))
+        assert not saver.write(tmp_path).result().error
     files = ShardFiles(tmp_path / "weights")
     for rows, columns in [((0, 6), (0, 10)), ((3, 5), (6, 9)), ((5, 6), (0, 1)), ((0, 1), (8, 10))]:
         into = torch.empty(rows[1] - rows[0], columns[1] - columns[0])

@@ -15,16 +15,14 @@ import gcore
 from gcore.clients import (
     Client,
     ControllerClient,
-    CriticClient,
     EngineClient,
-    RankClient,
     RemoteMethod,
     ScorerClient,
     TrainerClient,
 )
 from gcore.controller.loop import TrainingLoop
 from gcore.launch.build import Roles
-from gcore.protocols import Controller, CriticTrainer, Engine, Rank, Scorer, Trainer
+from gcore.protocols import Controller, Engine, Scorer, Trainer
 from gcore.runtime.local import LocalHandle
 
 PACKAGE = Path(gcore.__file__).parent
@@ -40,9 +38,7 @@ def methods(kind: type) -> dict[str, list[str]]:
 PAIRS = [
     (EngineClient, Engine),
     (ScorerClient, Scorer),
-    (RankClient, Rank),
     (TrainerClient, Trainer),
-    (CriticClient, CriticTrainer),
     (ControllerClient, Controller),
 ]
 

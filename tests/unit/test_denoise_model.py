@@ -15,13 +15,13 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.prompts.conditions import ConditionTemplater
 from gcore.training import objective
-from gcore.training.context import Ranks
+from gcore.training.context import RowGroup
 from gcore.training.denoise_model import DenoiseModel
 from gcore.training.objective import StepData, step_columns
 from gcore.types import MicroBatch, MiniBatch, Sample, UserError
 from tests.unit.denoisers import config_of, engine_of, generate, network_of, request_of, samples_of
 
-ALONE = Ranks(None, (0,), 0)
+ALONE = RowGroup(None, (0,), 0)
 CPU = torch.device("cpu")
 
 
@@ -163,7 +163,7 @@ def test_a_demonstration_is_a_regression_that_is_learned():
     losses = []
     for _ in range(60):
         outputs = objective.StepOutputs(*model(packed))
-        loss, _ = objective.imitation(mini)(outputs, step_columns(packed, StepData(samples, {}), CPU))
+        loss, _ = objective.demonstrations(mini)(outputs, step_columns(packed, StepData(samples, {}), CPU))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -18,7 +18,7 @@ from gcore.preparation.samples import to_sample
 from gcore.prompts.tokenizer import build_char_tokenizer, load_tokenizer
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.teacher import TeacherSource, check_tokenizers
-from gcore.training.step_advantages import Ranks, step_targets
+from gcore.training.step_advantages import GlobalSums, step_targets
 from gcore.types import Prompt, Request, Rollout, SamplingParams, UserError
 from tests.e2e.helpers import RECIPE
 from tests.unit.test_training import CPU, config_of, network_of, samples_of
@@ -136,7 +136,7 @@ def test_rewards_of_steps_and_advantages(served):
     advantages = {s.key: a for s, a in zip(samples, (1.0, 0.0, -1.0), strict=True)}
     algorithm = config_of().algorithm
     kept = {s.key: to_sample(f) for s, f in zip(samples, found, strict=True)}
-    steps = step_targets(kept, advantages, algorithm, Ranks()).advantages
+    steps = step_targets(kept, advantages, algorithm, GlobalSums()).advantages
     for sample, result in zip(samples, found, strict=True):
         ratio_S = direct(network, sample.content) - sample.rollout_logprobs_S
         assert result.reward == 0.0

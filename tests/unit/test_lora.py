@@ -195,7 +195,7 @@ def test_training_changes_adapters_alone_and_merged_they_are_the_policy(architec
 def test_the_reference_is_the_policy_at_begin(mini_batches):
     config = lora_of(algorithm={"kl_coef": 0.1, "mini_batches": mini_batches})
     trainer, samples = trainer_of(config), samples_of()
-    update(trainer, samples, batch_of(samples, objective="imitation"))
+    update(trainer, samples, batch_of(samples, objective="warm_start"))
     asyncio.run(trainer.begin())
     start = merged_of(trainer)
     assert update(trainer, samples, batch_of(samples)).metrics["actor/kl"].total == pytest.approx(0, abs=1e-5)
@@ -369,7 +369,7 @@ def test_logits_and_gradients_are_those_of_peft():
         return 0.0
 
     trainer.backend.step = look
-    update(trainer, samples, batch_of(samples, objective="imitation"))
+    update(trainer, samples, batch_of(samples, objective="warm_start"))
     assert {f"base_model.model.{name}" for name in gradients} == named.keys()
     steps = [alone(theirs, sample)[0][torch.from_numpy(sample.mask_S)] for sample in samples]
     (-torch.cat(steps).mean()).backward()

@@ -9,7 +9,7 @@ import torch
 
 from gcore.config.algorithm import Algorithm
 from gcore.training.objective import POLICY_LOSSES, Steps, call_own, importance, kl_penalty, step_weights, value_loss
-from gcore.types import UserError
+from gcore.types import MiniBatch, UserError
 
 VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())
 GOLDEN, KL = VERL["cases"], VERL["kl"]
@@ -240,10 +240,10 @@ def test_importance_stays_finite(level):
 # --- what each step counts
 
 
-def weigh(aggregation, **changes):
-    given = {"num_actions": 10, "num_samples": 4, "max_response_length": 5, **changes}
+def weigh(aggregation):
     mask, sample = torch.tensor([1.0, 1, 0, 1, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 1])
-    return step_weights(mask, sample, 2, aggregation=aggregation, **given).tolist()
+    given = Steps(mask, mask, mask, mask, sample, 2)
+    return step_weights(given, MiniBatch((), num_actions=10, num_samples=4), aggregation, 5).tolist()
 
 
 def test_weights_by_hand():
@@ -254,15 +254,8 @@ def test_weights_by_hand():
 
 def test_weights_of_a_sample_without_actions_are_zero():
     for aggregation in ("token_mean", "sequence_mean", "fixed_length"):
-        found = step_weights(
-            torch.zeros(2),
-            torch.tensor([0, 0]),
-            1,
-            aggregation=aggregation,
-            num_actions=0,
-            num_samples=0,
-            max_response_length=5,
-        )
+        given = Steps(*torch.zeros(4, 2), torch.tensor([0, 0]), 1)
+        found = step_weights(given, MiniBatch((), num_actions=0, num_samples=0), aggregation, 5)
         assert found.tolist() == [0.0, 0.0]
 
 
@@ -308,15 +301,8 @@ def test_policy_loss_same_as_verl(case, name, aggregation):
         return  # verl's SAPO has one aggregation
     given = Steps(logprobs_S, flat(batch, "old_log_prob"), flat(batch, "advantages"), mask_S, sample_S, samples)
     loss_S, clipped_S = POLICY_LOSSES[name](given, algorithm)
-    weights_S = step_weights(
-        mask_S.float(),
-        sample_S,
-        samples,
-        aggregation=aggregation,
-        num_actions=int(mask_S.sum()),
-        num_samples=samples,
-        max_response_length=batch["max_response_length"],
-    )
+    mini = MiniBatch((), int(mask_S.sum()), samples)
+    weights_S = step_weights(given, mini, aggregation, batch["max_response_length"])
     loss = (loss_S * weights_S).sum()
     loss.backward()
     assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)

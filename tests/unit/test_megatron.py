@@ -19,7 +19,7 @@ from gcore.cost.shapes import shape_of
 from gcore.launch.gpu_memory import plan_memory
 from gcore.launch.machines import Machine
 from gcore.launch.plan import make_plan
-from gcore.training.megatron.layout import Block, Shape, blocks_of, boxes
+from gcore.training.megatron.layout import Block, Dimensions, blocks_of, boxes
 from gcore.types import Topology, UserError
 from tests.e2e.helpers import RECIPE
 
@@ -36,7 +36,7 @@ TENSORS = {
     "embed": (5, 6),
 }
 QKV = [f"{LAYER}.{name}_proj.weight" for name in "qkv"]
-SECOND = Shape(TENSORS, heads=4, groups=2, head_size=8, rank=1, size=2)
+SECOND = Dimensions(TENSORS, heads=4, groups=2, head_size=8, rank=1, size=2)
 
 
 def test_queries_keys_and_values_alternate_by_group():
@@ -91,7 +91,7 @@ def test_boxes_are_what_mbridge_converts():
         name, whole = f"decoder.layers.0.{parameter}", torch.randn(rows, 6)
         names, expected = bridge._weight_to_hf_format(name, whole)
         shapes = {n: tuple(tensor.shape) for n, tensor in zip(names, expected, strict=True)}
-        blocks = blocks_of(name, names, (rows, 6), Shape(shapes, heads=4, groups=2, head_size=8))
+        blocks = blocks_of(name, names, (rows, 6), Dimensions(shapes, heads=4, groups=2, head_size=8))
         found = {n: torch.zeros(shape) for n, shape in shapes.items()}
         for box in boxes(blocks, (rows, 6), 0, whole.numel()):
             part = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))

@@ -15,8 +15,8 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import best_and_worst, meta_of
 from gcore.protocols import add_metrics
 from gcore.training.logprob_model import LogprobModel, to_tensors
-from gcore.training.objective import StepColumns, StepData, StepOutputs, step_columns
-from gcore.training.preference import PAIR_LOSSES, demonstrations, preference
+from gcore.training.objective import StepColumns, StepData, StepOutputs, demonstrations, step_columns
+from gcore.training.preference import PAIR_LOSSES, preference
 from gcore.types import MiniBatch
 from tests.unit.test_training import CPU, config_of, gradients_of, network_of, samples_of, trainer_of
 

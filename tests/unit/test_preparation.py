@@ -14,7 +14,7 @@ from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores, Scoring,
 from gcore.preparation.samples import make_samples, to_sample
 from gcore.protocols import Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
-from gcore.training.step_advantages import Ranks, step_targets
+from gcore.training.step_advantages import GlobalSums, step_targets
 from gcore.types import MicroBatch, MiniBatch, Prompt, Rollout, Scored, TrainBatch
 
 VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())
@@ -74,7 +74,7 @@ def test_whitening_leaves_masked_samples_out():
     group = [scored(0, 0, 1.0, [1, 1]), scored(0, 1, 0.0, [1]), scored(0, 2, 9.0, [1] * 5, "length")]
     algorithm = Algorithm(adv_estimator="reinforce_pp", overlong={"mask": True})
     samples, advantages = samples_of([group], algorithm), advantages_of([group], Scoring(algorithm), {})[0]
-    found = step_targets(samples, advantages, algorithm, Ranks()).advantages
+    found = step_targets(samples, advantages, algorithm, GlobalSums()).advantages
     tokens = np.array([1.0, 1.0, 0.0])
     expected = (np.array([1.0, 0.0]) - tokens.mean()) / tokens.std(ddof=1)
     assert [found[0, i][0] for i in range(2)] == pytest.approx(expected, abs=1e-6)
@@ -116,7 +116,7 @@ def test_kl_in_the_reward_same_as_verl(case, name, kl_estimator):
     advantages = advantages_of(groups, Scoring(algorithm), charged)[0]
     samples = {sample.key: sample for siblings in groups for sample in map(to_sample, siblings)}
     penalties = {key: KL_COEF * kl_S for key, kl_S in kl_of.items()}
-    found = step_targets(samples, advantages, algorithm, Ranks(), penalties).advantages
+    found = step_targets(samples, advantages, algorithm, GlobalSums(), penalties).advantages
     ours = np.array([found[key] for key in samples]) * mask
     expected = np.array(GOLDEN[case]["kl_in_reward"][kl_estimator][name]) * mask
     assert ours == pytest.approx(expected, abs=1e-6)

@@ -30,8 +30,8 @@ from gcore.training.fsdp import FsdpBackend
 from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.training.lora import trainable_parameters
 from gcore.training.objective import StepData, step_columns
-from gcore.training.rank import TrainerRank, learning_rate_of
-from gcore.training.schedule import learning_rate
+from gcore.training.rank import TrainerRank
+from gcore.training.schedule import learning_rate, learning_rate_of
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, UserError, Written
 from gcore.weights.bucket import PACKED, pack_bucket, to_host_memory, unpack_bucket
 from tests.e2e.helpers import RECIPE
@@ -310,7 +310,7 @@ def test_gradient_is_that_of_the_formula(aggregation, importance):
 
 def test_imitation_is_the_mean_negative_logprob():
     trainer, samples = trainer_of(config_of(algorithm={"loss_aggregation": "fixed_length"})), samples_of()
-    _, stats = gradients_of(trainer, samples, batch_of(samples, 40, objective="imitation"))
+    _, stats = gradients_of(trainer, samples, batch_of(samples, 40, objective="warm_start"))
     with torch.no_grad():
         network = network_of(trainer._config)
         wanted = torch.cat([alone(network, s)[0][torch.from_numpy(s.mask_S)] for s in samples])
@@ -490,7 +490,7 @@ def test_the_samples_of_a_bad_update_are_written_down(tmp_path):
 PATIENT = {"max_bad_updates": 100}
 
 
-@pytest.mark.parametrize("objective", ["policy", "imitation"])
+@pytest.mark.parametrize("objective", ["policy", "warm_start"])
 def test_weights_that_became_nan_end_the_run_at_once(objective):
     """AdamW multiplies the weights by 1 - lr x decay, more than float32 holds. The norm of the gradients is finite."""
     rates = {"lr": 1e20, "weight_decay": 1e20, "warm_start": {"steps": 2, "lr": 1e20}}
@@ -576,7 +576,7 @@ def test_prepare_gives_nothing_where_the_kl_is_in_the_loss():
 def test_the_reference_stays_frozen():
     config = config_of(algorithm={"kl_coef": 0.5}, training={"weight_decay": 0.1})
     trainer, samples = trainer_of(config), samples_of()
-    update(trainer, samples, batch_of(samples, objective="imitation"))  # the reference is the policy at `begin`
+    update(trainer, samples, batch_of(samples, objective="warm_start"))  # the reference is the policy at `begin`
     asyncio.run(trainer.begin())
     assert trainer.trained["policy"].updates == 0 and not trainer.backend.networks["policy"].optimizer.state
     start = weights_of(trainer)
@@ -719,7 +719,7 @@ def test_schedule_ends_with_the_run_whatever_the_steps_have_in_updates():
     assert rates(10, 1) == pytest.approx([0.4], abs=1e-12)
     rates_of_warm_start = {1: 0.5 / 3, 4: 0.5, 13: 0.5 * 18 / 27, 31: 0.0}
     for step, rate in rates_of_warm_start.items():
-        warm = TrainBatch(step, (MiniBatch((), 1, 1),), "imitation")
+        warm = TrainBatch(step, (MiniBatch((), 1, 1),), "warm_start")
         assert learning_rate_of(config, warm, 0, "policy", step - 1) == pytest.approx(rate, abs=1e-12)
 
 

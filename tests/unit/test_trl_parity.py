@@ -15,7 +15,7 @@ from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.training.objective import POLICY_LOSSES, StepData, Steps, kl_penalty, step_columns, step_weights
-from gcore.types import Sample
+from gcore.types import MiniBatch, Sample
 from tests.unit.test_training import CPU, MAX_RESPONSE_LENGTH, batch_of, config_of, samples_of
 
 if TYPE_CHECKING:
@@ -166,15 +166,8 @@ def test_loss_and_gradient(tmp_path, case):
     columns = step_columns(packed, StepData({s.key: s for s in samples}, {"advantages": given}), CPU)
     steps = Steps(logprobs_S, old_S, columns.advantages_S, columns.mask_S, packed.sample_S, len(samples))
     loss_S, clipped_S = POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
-    weights_S = step_weights(
-        columns.mask_S,
-        packed.sample_S,
-        len(samples),
-        aggregation=algorithm.loss_aggregation,
-        num_actions=int(columns.mask_S.sum()),
-        num_samples=len(samples),
-        max_response_length=MAX_RESPONSE_LENGTH,
-    )
+    mini = MiniBatch((), int(columns.mask_S.sum()), len(samples))
+    weights_S = step_weights(steps, mini, algorithm.loss_aggregation, MAX_RESPONSE_LENGTH)
     kl_S = kl_penalty(logprobs_S, ref_S)
     loss = ((loss_S + algorithm.kl_coef * kl_S) * weights_S).sum()
     loss.backward()

@@ -45,7 +45,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Dimensions:
     """What the layout depends on. `rank` of `size` ranks that split each matrix; `tensors`: whole shapes by name."""
 
     tensors: Mapping[str, Sizes]
@@ -56,7 +56,7 @@ class Shape:
     size: int = 1
 
 
-def blocks_of(parameter: str, names: Sequence[str], sizes: Sizes, shape: Shape) -> list[Block]:
+def blocks_of(parameter: str, names: Sequence[str], sizes: Sizes, shape: Dimensions) -> list[Block]:
     """`parameter`: the Megatron name, with the number of the layer in the model. `names`: the Hugging Face names of its
     parts, in order. `sizes`: of this rank's part of the parameter."""
     parts = [_tensor(name, shape.tensors) for name in names]
@@ -111,7 +111,7 @@ def _tensor(name: str, tensors: Mapping[str, Sizes]) -> _Tensor:
     return _Tensor(stacked, whole, (int(found[2]),), whole[1] // 2 if found[3] == "up" else 0)
 
 
-def _by_group(parts: Sequence[_Tensor], shape: Shape) -> list[Block]:
+def _by_group(parts: Sequence[_Tensor], shape: Dimensions) -> list[Block]:
     """The queries of a key head, the key head, its value head; then the next one."""
     rows = (shape.heads // shape.groups * shape.head_size, shape.head_size, shape.head_size)
     own, blocks, first = shape.groups // shape.size, list[Block](), 0

@@ -164,18 +164,13 @@ def build(
             vp_stage=number,
         )
         chunk.rotary_pos_emb = Positions(network.get_decoder().rotary_emb, device)
-        if chunk.post_process and critic:
-            chunk.output_layer = _Unchanged()
-            chunk.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
-        elif chunk.post_process:
+        if chunk.post_process:
+            if critic:
+                chunk.output_layer = nn.Module()
+                chunk.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
             chunk.output_layer.forward = _unchanged
         chunks.append(chunk.to(device))
     return chunks
-
-
-class _Unchanged(nn.Module):
-    def forward(self, hidden: Tensor, **options: Any) -> tuple[Tensor, None]:
-        return hidden, None
 
 
 def _unchanged(hidden: Tensor, **options: Any) -> tuple[Tensor, None]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gcore.checkpoint.tensors import Shard
 from gcore.models.networks import SCORE
-from gcore.training.megatron.layout import Block, Box, Shape, blocks_of, boxes, is_split
+from gcore.training.megatron.layout import Block, Box, Dimensions, blocks_of, boxes, is_split
 from gcore.weights.pretrained import Read
 
 TIED = "output_layer.weight"
@@ -48,7 +48,7 @@ class Parameter:
 def parameters_of(chunks: Sequence[Any], bridge: Any, network: Any) -> list[Parameter]:
     """All parameters of this rank. `network`: the empty Hugging Face network."""
     config = network.config
-    shape = Shape(
+    shape = Dimensions(
         {name: tuple(tensor.shape) for name, tensor in network.named_parameters()},
         config.num_attention_heads,
         config.num_key_value_heads,
