@@ -45,8 +45,8 @@ from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.emulate.engine import Lengths, log_normal  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.grid import POLICY, Split, all_splits, split_by  # noqa: E402
-from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
-from gcore.simulate.run import evenly, expected_view, first_state, rule_of, simulate  # noqa: E402
+from gcore.simulate.cluster import SimulatedRollout, Simulation, expected_view, first_state  # noqa: E402
+from gcore.simulate.run import evenly, rule_of, simulate  # noqa: E402
 from gcore.simulate.scenario import Draw, Scenario, load_scenario  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
@@ -95,7 +95,7 @@ class Load:
             ]
             for key in ((judge.name, cursor, s) for s in range(scenario.samples))
         ]
-        return Draw(tokens, {judge.name: verdicts}, bool(self.good[row]), float(np.mean(tokens)))
+        return Draw(tokens, {judge.name: verdicts}, bool(self.good[row]))
 
     def _tokens(self, prompt: np.ndarray, key: int) -> int:
         return min(self.scenario.lengths.longest, self.lengths(_request(prompt, key)))
@@ -134,8 +134,8 @@ class SameWork:
         return self.load.draw(cursor)
 
 
-def simulate_same(scenario: Scenario, load: Load, policy: str, steps: int) -> list[Rollout]:
-    rule, state, rollouts = rule_of(policy, scenario), first_state(scenario), list[Rollout]()
+def simulate_same(scenario: Scenario, load: Load, policy: str, steps: int) -> list[SimulatedRollout]:
+    rule, state, rollouts = rule_of(policy, scenario), first_state(scenario), list[SimulatedRollout]()
     split, took_s = evenly(scenario.grid), None
     for step in range(1, steps + 1):
         work: Any = SameWork(scenario, step, load)

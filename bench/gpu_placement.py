@@ -37,8 +37,7 @@ from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.baselines import ColocatedRule  # noqa: E402
 from gcore.placement.grid import POLICY, Split  # noqa: E402
-from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
-from gcore.simulate.run import first_state  # noqa: E402
+from gcore.simulate.cluster import SimulatedRollout, Simulation, first_state  # noqa: E402
 from gcore.simulate.scenario import Draw, Scenario, Speed  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
@@ -225,7 +224,7 @@ class SameWork:
 
     def __getitem__(self, number: int) -> Draw:
         tokens = self.work.lengths(number)
-        return Draw(tokens, {JUDGE: [[self.work.verdict]] * len(tokens)}, True, float(np.mean(tokens)))
+        return Draw(tokens, {JUDGE: [[self.work.verdict]] * len(tokens)}, True)
 
 
 def scenario_of(work: Work, config: Config, gpu: str, speeds: dict[str, dict[str, float]] | None) -> Scenario:
@@ -263,8 +262,8 @@ def _folder(model: Any, config: Config) -> str:
     return str(save_built(model, load_tokenizer(model), config.run.seed))
 
 
-def simulated(scenario: Scenario, work: Work) -> list[Rollout]:
-    state, found = first_state(scenario), list[Rollout]()
+def simulated(scenario: Scenario, work: Work) -> list[SimulatedRollout]:
+    state, found = first_state(scenario), list[SimulatedRollout]()
     for step in range(1, scenario.steps + 1):
         same: Any = SameWork(scenario, step, work)
         found.append(Simulation(same, Split((POLICY,)), ColocatedRule(), state).run())
@@ -275,7 +274,7 @@ def simulated(scenario: Scenario, work: Work) -> list[Rollout]:
 # ---- comparison ------------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict[str, Any]], found: dict[str, list[Rollout]]) -> dict[str, Any]:
+def table(rows: list[dict[str, Any]], found: dict[str, list[SimulatedRollout]]) -> dict[str, Any]:
     """The first step of the run is left out: it compiles kernels."""
     real = [row["timing_s/rollout"] for row in rows][1:]
     result: dict[str, Any] = {"run": {"rollout_s": statistics.fmean(real), "steps": real}}

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gcore.placement.grid import all_splits  # noqa: E402
-from gcore.simulate.run import Run, simulate, static_name  # noqa: E402
+from gcore.simulate.run import SimulatedRun, simulate, static_name  # noqa: E402
 from gcore.simulate.scenario import Scenario, load_scenario  # noqa: E402
 from gcore.simulate.table import best_static  # noqa: E402
 
@@ -72,7 +72,7 @@ def judged_by(judge: str) -> tuple[str, str]:
     return f"judges.0.model={judge}", f"judges.0.tensor_parallel={JUDGES[judge]}"
 
 
-def facts(run: Run) -> Row:
+def facts(run: SimulatedRun) -> Row:
     return {"rollout_s": run.rollout_s, **{key: run.summary()[key] for key in ("idle", "moves", "wasted")}}
 
 
@@ -110,7 +110,7 @@ def drift(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _drifting(args: argparse.Namespace, judge: str, seed: int) -> dict[str, Run]:
+def _drifting(args: argparse.Namespace, judge: str, seed: int) -> dict[str, SimulatedRun]:
     def at(over: float) -> Scenario:
         keys = f"seed={seed}", f"steps={args.steps}", f"oversampling={over}"
         return scenario(f"drift-{args.slots}", *keys, *judged_by(judge), *args.overrides)
@@ -122,12 +122,12 @@ def _drifting(args: argparse.Namespace, judge: str, seed: int) -> dict[str, Run]
     return runs
 
 
-def _best_oversampling(at: Callable[[float], Scenario], name: str) -> Run:
+def _best_oversampling(at: Callable[[float], Scenario], name: str) -> SimulatedRun:
     return min((simulate(at(over), name) for over in OVERSAMPLING), key=lambda run: run.rollout_s)
 
 
-def _best_split(at: Callable[[float], Scenario]) -> Run:
-    found: list[Run] = []
+def _best_split(at: Callable[[float], Scenario]) -> SimulatedRun:
+    found: list[SimulatedRun] = []
     for over in OVERSAMPLING:
         near = found[-1].rule if found else None
         found.append(best_static(at(over), near))
@@ -274,13 +274,13 @@ def guarded(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _all_rules(case: Scenario) -> dict[str, Run]:
+def _all_rules(case: Scenario) -> dict[str, SimulatedRun]:
     statics = [static_name(split, case.grid) for split in all_splits(case.grid)]
     names = ["dynamic", "unguarded", "colocated", "early-swap", "oracle", *statics]
     return {name: simulate(case, name) for name in names}
 
 
-def _moves(run: Run) -> tuple[float, float]:
+def _moves(run: SimulatedRun) -> tuple[float, float]:
     moves = [step["moves"] for step in run.steps]
     quarter = max(1, len(moves) // 4)
     return statistics.mean(moves[:quarter]), statistics.mean(moves[-quarter:])

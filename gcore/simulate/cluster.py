@@ -29,7 +29,7 @@ from gcore.placement.placer import POLL_SHARE
 from gcore.placement.rules import LEAST_RATE, Costs, Load, Rule, View, with_needed
 from gcore.placement.timeline import PlacementTimeline
 from gcore.protocols import EngineStats
-from gcore.simulate.fleet import Call, Clock, Fleet, Group, RecentLengths
+from gcore.simulate.fleet import Call, Clock, Fleet, SimulatedGroup
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
 SPEED_POLLS = 4  # speeds are measured at every fourth poll only: faster
@@ -51,7 +51,7 @@ class State:
     """
 
     cursors: tuple[PromptCursor, ...]  # per controller
-    lengths: RecentLengths
+    lengths: Mapping[str, Sequence[float]]  # of requests that ended recently, by role: quantiles
     rate: float = 1.0  # recent share of groups that were kept; controllers also begin with 1
     seconds: float = 0.0  # of the last rollout
     busy: Mapping[str, float] = field(default_factory=dict)  # share of its slot-seconds with a request, by role
@@ -61,7 +61,7 @@ class State:
 
 
 @dataclass(slots=True)
-class Rollout:
+class SimulatedRollout:
     """The result of one simulated rollout phase."""
 
     state: State  # for the next step
@@ -81,7 +81,38 @@ def measured_costs(scenario: Scenario, step: int, state: State) -> Costs:
     return replace(scenario.costs(step), relative=state.speeds.relative())
 
 
-class Controller:
+def first_state(scenario: Scenario) -> State:
+    """Before the first step: no prompt is drawn, and lengths are the scenario's means with a typical spread."""
+    spread = (0.3, 0.5, 0.7, 0.9, 1.2, 2.4) if scenario.responses.sigma else (1.0,) * 6
+    lengths = {POLICY: [scenario.responses.start * f for f in spread]}
+    for judge in scenario.judges:
+        lengths[judge.name] = [judge.verdict.start * f for f in (0.7, 0.9, 1.0, 1.4)]
+    return State(tuple(PromptCursor(rank) for rank in range(scenario.num_controllers)), lengths)
+
+
+def expected_view(scenario: Scenario, state: State) -> View:
+    """The view before a step: the last step's lengths, and the number of needed groups."""
+    needed = scenario.prompts / max(state.rate, LEAST_RATE) * scenario.samples
+    policy = Load(
+        waiting=round(needed * scenario.oversampling),
+        needed=needed,
+        lengths=state.lengths[POLICY],
+        longest=[max(call) for call in state.calls],
+        prompt=scenario.prompt_length / scenario.samples,
+        busy=state.busy.get(POLICY, 0.0),
+    )
+    loads = {POLICY: policy}
+    for judge in scenario.judges:
+        loads[judge.name] = Load(
+            needed=needed / scenario.samples * state.counts.per_group(judge.name, scenario.samples * judge.repeats),
+            lengths=state.lengths[judge.name],
+            prompt=(scenario.prompt_length + scenario.read_by_judges(policy.mean)) / judge.repeats,
+            busy=state.busy.get(judge.name, 0.0),
+        )
+    return View(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples, calls=state.calls)
+
+
+class SimulatedController:
     """The prompts of one controller: those to draw and those in progress."""
 
     def __init__(self, cursor: PromptCursor, size: int) -> None:
@@ -111,27 +142,22 @@ class Simulation:
         self.costs = measured_costs(scenario, work.step, state)
         self.grid = self.costs.grid
         self.poll_interval_s = max(POLL_INTERVAL_S, POLL_SHARE * state.seconds)
-        self.controllers = [Controller(cursor, len(state.cursors)) for cursor in state.cursors]
-        recent = state.lengths
+        self.controllers = [SimulatedController(cursor, len(state.cursors)) for cursor in state.cursors]
         self.clock = Clock()
-        response = scenario.read_by_judges(sum(recent[POLICY]) / len(recent[POLICY]))
-        repeats = {judge.name: judge.repeats for judge in scenario.judges}
-        longest = {judge.name: judge.verdict.longest for judge in scenario.judges}
-        longest[POLICY] = scenario.responses.longest
+        loads = expected_view(scenario, state).loads
+        repeats = {POLICY: 1} | {judge.name: judge.repeats for judge in scenario.judges}
+        longest = {POLICY: scenario.responses.longest} | {j.name: j.verdict.longest for j in scenario.judges}
         self.fleets = {
             role: Fleet(
                 role,
                 self.grid,
                 self.costs.speeds[role],
-                recent,
+                loads[role],
                 self.clock,
                 self._stage_ended,
-                prompt=scenario.prompt_length / scenario.samples
-                if role == POLICY
-                else (scenario.prompt_length + response) / repeats[role],
                 longest_allowed=longest[role],
                 controllers=len(state.cursors),
-                repeats=repeats.get(role, 1),
+                repeats=repeats[role],
                 relative=partial(scenario.replica_speed, role) if scenario.device_speed else None,
             )
             for role in self.grid.roles
@@ -142,13 +168,13 @@ class Simulation:
         self._wanted = 0  # groups in progress per controller after the last fill
         self.split = split.check(self.grid)
         self.moving: set[int] = set()
-        self.result = Rollout(state, PlacementTimeline(self.grid, split, self._busy_of, work.step, 0.0), split)
+        self.result = SimulatedRollout(state, PlacementTimeline(self.grid, split, self._busy_of, work.step, 0.0), split)
         self._busy_before: dict[str, float] = dict.fromkeys(self.fleets, 0.0)
         self._last_move = -math.inf
         self._polls = 0
         self._stats_before: dict[tuple[str, int], EngineStats] = {}
 
-    def run(self) -> Rollout:
+    def run(self) -> SimulatedRollout:
         for block in range(self.grid.num_blocks):
             self._open(block)
         for fleet in self.fleets.values():
@@ -162,7 +188,7 @@ class Simulation:
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
-    def _fill(self, fewer: Controller | None = None) -> None:
+    def _fill(self, fewer: SimulatedController | None = None) -> None:
         """Every controller starts as many groups as its share of the missing ones needs, at the acceptance rate.
 
         `fewer`: the only controller with fewer groups in progress than after the last fill. The others are filled only
@@ -176,8 +202,7 @@ class Simulation:
         self._wanted = wanted
         short = [c for c in checked if len(c.running) < wanted]
         drawn = [controller.draw() for controller in short for _ in range(wanted - len(controller.running))]
-        drawn.sort(key=(lambda number: -self.work[number].hint) if scenario.long_first else None)
-        for number in drawn:
+        for number in sorted(drawn):
             self._start(number, self.work[number])
 
     def _rate_now(self) -> float:
@@ -190,9 +215,9 @@ class Simulation:
         jobs = [DeviceJob(tokens, 0) for tokens in draw.tokens]
         jobs[0].prompt = prompt  # siblings share the prefix: it is prefilled once
         work = len(jobs) * (prompt + self.policy.longest_allowed)
-        self.policy.send(Call(Group(number, draw, len(jobs)), jobs, work, len(jobs), len(jobs)))
+        self.policy.send(Call(SimulatedGroup(number, draw, len(jobs)), jobs, work, len(jobs), len(jobs)))
 
-    def _judge(self, group: Group) -> None:
+    def _judge(self, group: SimulatedGroup) -> None:
         draw: Draw = group.draw
         judges = [judge for judge in self.judges if judge.name in draw.verdicts]
         group.unfinished = sum(judge.repeats for judge in judges) * len(draw.tokens)
@@ -206,10 +231,10 @@ class Simulation:
                         Call(group, [DeviceJob(tokens, 0 if i else prefill)], prefill + judge.longest_allowed, 1, 1)
                     )
 
-    def _stage_ended(self, fleet: Fleet, group: Group) -> None:
+    def _stage_ended(self, fleet: Fleet, group: SimulatedGroup) -> None:
         self.clock.at(self.clock.now + self.scenario.rpc_s, self._next_stage, (fleet, group))
 
-    def _next_stage(self, ended: tuple[Fleet, Group]) -> None:
+    def _next_stage(self, ended: tuple[Fleet, SimulatedGroup]) -> None:
         fleet, group = ended
         tokens: list[int] = group.draw.tokens
         if fleet is self.policy:
@@ -278,7 +303,7 @@ class Simulation:
         since, self._busy_before[fleet.name] = busy_s - self._busy_before[fleet.name], busy_s
         busy = since / (len(blocks) * fleet.per_block * self.poll_interval_s) if blocks else 1.0
         age = made / running if running else 0.0
-        return Load(running, waiting, 0.0, age, fleet.lengths, fleet.longest, fleet.prompt, min(1.0, busy))
+        return replace(fleet.load, running=running, waiting=waiting, age=age, busy=min(1.0, busy))
 
     def _move(self, move: Move) -> None:
         """Drain by migration, sleep, wake. No role owns the block until the end of the move."""
@@ -300,9 +325,8 @@ class Simulation:
         self.result.timeline.move_ended(move.block, self.clock.now)
         fleet = self.fleets[move.target]
         fleet.open(fleet.by_block[move.block])
-        self.clock.at(
-            self.clock.now, Fleet.dispatch, fleet
-        )  # later: blocks that arrive at the same time share the work
+        # later: blocks that arrive at the same time share the work
+        self.clock.at(self.clock.now, Fleet.dispatch, fleet)
 
     def _open(self, block: int) -> None:
         fleet, now = self.fleets[self.split[block]], self.clock.now
@@ -319,14 +343,13 @@ class Simulation:
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
-    def _finish(self) -> Rollout:
+    def _finish(self) -> SimulatedRollout:
         result, now, timeline = self.result, self.clock.now, self.result.timeline
         timeline.close(now)
         result.split = self.split
         result.wasted_tokens += self.policy.wasted()
-        lengths = {role: quantiles(fleet.ended_lengths) or fleet.lengths for role, fleet in self.fleets.items()}
+        lengths = {role: quantiles(fleet.ended_lengths) or fleet.load.lengths for role, fleet in self.fleets.items()}
         calls = call_quantiles(self.policy.ended_calls) or self.state.calls
-        lengths[f"{POLICY}/longest"] = [max(call) for call in calls]
         cursors = tuple(controller.cursor() for controller in self.controllers)
         counts = self.counts().halved()
         shares = {role: busy_s / (now * self.grid.slots) for role, busy_s in timeline.busy_s.items()}
@@ -340,5 +363,5 @@ class Simulation:
             fleet.ended = _after_the_end
 
 
-def _after_the_end(fleet: Fleet, group: Group) -> None:
+def _after_the_end(fleet: Fleet, group: SimulatedGroup) -> None:
     raise AssertionError("the rollout is over")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,10 @@ from gcore.generation.routing import Router, shared_limit
 from gcore.placement.grid import POLICY, DeviceGrid
 from gcore.placement.rules import Load, request_limit
 
-RecentLengths = Mapping[str, Sequence[float]]  # of requests that ended recently, by role: quantiles
-
 MAX_QUEUES = 8  # with 64 queues, a simulation of 512 slots takes 25 % more time
 
 
-class Group:
+class SimulatedGroup:
     """The siblings of one prompt. `unfinished`: requests of its current stage that have not ended."""
 
     __slots__ = ("draw", "number", "unfinished")
@@ -39,7 +37,7 @@ class Group:
 class Call:
     """Requests that are routed together: the siblings of a group, or one response to a judge."""
 
-    group: Group
+    group: SimulatedGroup
     jobs: Sequence[DeviceJob]  # empty once a replica has them: they refer to their call, and cycles are slow to free
     work: int  # tokens, as pools report them to the router: prompt and maximum response length
     size: int  # jobs that were sent
@@ -97,21 +95,20 @@ class Fleet:
         name: str,
         grid: DeviceGrid,
         speed: ReplicaSpeed,
-        recent: RecentLengths,
+        load: Load,
         clock: Clock,
-        ended: Callable[[Fleet, Group], None],
+        ended: Callable[[Fleet, SimulatedGroup], None],
         *,
-        prompt: float,
         longest_allowed: int,
         controllers: int = 1,
         repeats: int = 1,
         relative: Callable[[int], float] | None = None,
     ) -> None:
-        """`relative`: the relative speed of a replica, by number; None: all are equal."""
-        self.name, self.speed, self.clock, self.prompt, self.repeats = name, speed, clock, prompt, repeats
+        """`load`: expected before the rollout. `relative`: the relative speed of a replica, by number; None: all are
+        equal."""
+        self.name, self.load, self.clock, self.repeats = name, load, clock, repeats
         self.longest_allowed = longest_allowed
         self.per_block = grid.per_block(name)
-        self.lengths, self.longest = recent[name], recent.get(f"{name}/longest", ())
         count = grid.num_blocks * self.per_block
         self.devices = [Replica(speed if relative is None else speed.scaled(relative(i)), i) for i in range(count)]
         self.by_block = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]
@@ -119,7 +116,7 @@ class Fleet:
         if name == POLICY:
             part = shared_limit(speed.max_concurrent, num_queues)
         else:
-            part = -(-request_limit(Load(lengths=self.lengths, prompt=prompt), speed) // num_queues)
+            part = -(-request_limit(load, speed) // num_queues)
         ranks = [(rank, num_queues) for rank in range(num_queues)]
         self.queues = [ControllerQueue(Router(count, rank, limit=part, opened=())) for rank in ranks]
         self.blocks: list[int] = []  # that the role owns, sorted

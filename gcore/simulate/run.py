@@ -1,6 +1,6 @@
 """Simulates a whole training run under one placement rule.
 
-    scenario + rule ──> step after step: split at the start, rollout (cluster.py), update ──> Run ──> JSON, tables
+    scenario + rule ──> step after step: split at the start, rollout (cluster.py), update ──> SimulatedRun
 
 Between steps, a rule has the same information as in a real run: the lengths and the acceptance rate of the last step.
 """
@@ -26,8 +26,8 @@ from gcore.placement.baselines import (
 )
 from gcore.placement.grid import POLICY, DeviceGrid, Split, all_splits, shares, split_by
 from gcore.placement.guard import DynamicRule
-from gcore.placement.rules import LEAST_RATE, Load, MovingRule, Rule, View
-from gcore.simulate.cluster import PromptCursor, Rollout, Simulation, State, measured_costs
+from gcore.placement.rules import MovingRule, Rule
+from gcore.simulate.cluster import SimulatedRollout, Simulation, expected_view, first_state, measured_costs
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
 
@@ -39,7 +39,7 @@ ORACLE_SPLITS = 16  # static splits that the oracle tries, in addition to the dy
 
 
 @dataclass
-class Run:
+class SimulatedRun:
     """The result of a simulated run; `steps` are the rows of the report."""
 
     scenario: Scenario
@@ -71,8 +71,8 @@ class Run:
             "wasted": wasted / max(1, wasted + trained),
         }
 
-    def as_json(self, compare: Mapping[str, Run] | None = None) -> dict[str, Any]:
-        found: dict[str, Any] = {
+    def as_json(self, compare: Mapping[str, SimulatedRun] | None = None) -> dict[str, Any]:
+        recording: dict[str, Any] = {
             "kind": "simulation",
             "name": self.scenario.name,
             "rule": self.rule,
@@ -84,10 +84,10 @@ class Run:
             "summary": self.summary(),
         }
         if compare:
-            found["compare"] = {name: run.summary() for name, run in compare.items()}
-        return found
+            recording["compare"] = {name: run.summary() for name, run in compare.items()}
+        return recording
 
-    def write(self, path: Path, compare: Mapping[str, Run] | None = None) -> None:
+    def write(self, path: Path, compare: Mapping[str, SimulatedRun] | None = None) -> None:
         path.write_text(json.dumps(self.as_json(compare)))
 
 
@@ -147,7 +147,7 @@ def simulate(
     *,
     keep_timeline: Iterable[int] = (),
     report: Callable[[str], None] = lambda _: None,
-) -> Run:
+) -> SimulatedRun:
     """All steps under one rule. `keep_timeline`: steps whose slots are recorded in full."""
     rules = _oracle(scenario) if name == "oracle" else [rule_of(name, scenario)]
     with _rare_garbage_collection():
@@ -165,9 +165,11 @@ def _rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _steps(scenario: Scenario, name: str, rules: list[Rule], kept: set[int], report: Callable[[str], None]) -> Run:
+def _steps(
+    scenario: Scenario, name: str, rules: list[Rule], kept: set[int], report: Callable[[str], None]
+) -> SimulatedRun:
     """Simulates each step under every given rule and continues from the fastest."""
-    run, at = Run(scenario, name), 0.0
+    run, at = SimulatedRun(scenario, name), 0.0
     state, split, took_s = first_state(scenario), evenly(scenario.grid), None
     for step in range(1, scenario.steps + 1):
         work, costs = StepWork(scenario, step), measured_costs(scenario, step, state)
@@ -175,7 +177,7 @@ def _steps(scenario: Scenario, name: str, rules: list[Rule], kept: set[int], rep
         tried = [Simulation(work, rule.begin(view, costs, split, took_s), rule, state).run() for rule in rules]
         rollout = min(tried, key=lambda each: each.seconds)
         update_s = scenario.update(step, rollout.lengths)
-        _record(run, step, at, rollout, update_s, work, step in kept)
+        _record(run, at, rollout, update_s, work, step in kept)
         at += rollout.seconds + update_s
         state, split, took_s = rollout.state, rollout.split, rollout.seconds
         report(f"{name}: step {step}/{scenario.steps}")
@@ -195,42 +197,10 @@ def _oracle(scenario: Scenario) -> list[Rule]:
     return rules
 
 
-def expected_view(scenario: Scenario, state: State) -> View:
-    """The view before a step: the last step's lengths, and the number of needed groups."""
-    recent, needed = state.lengths, scenario.prompts / max(state.rate, LEAST_RATE) * scenario.samples
-    response = scenario.read_by_judges(sum(recent[POLICY]) / len(recent[POLICY]))
-    loads = {
-        POLICY: Load(
-            waiting=round(needed * scenario.oversampling),
-            needed=needed,
-            lengths=recent[POLICY],
-            longest=recent.get(f"{POLICY}/longest", ()),
-            prompt=scenario.prompt_length / scenario.samples,
-            busy=state.busy.get(POLICY, 0.0),
-        )
-    }
-    for judge in scenario.judges:
-        per_group = state.counts.per_group(judge.name, scenario.samples * judge.repeats)
-        loads[judge.name] = Load(
-            needed=needed / scenario.samples * per_group,
-            lengths=recent[judge.name],
-            prompt=(scenario.prompt_length + response) / judge.repeats,
-            busy=state.busy.get(judge.name, 0.0),
-        )
-    return View(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples, calls=state.calls)
-
-
-def first_state(scenario: Scenario) -> State:
-    """Before the first step: no prompt is drawn, and lengths are the scenario's means with a typical spread."""
-    spread = (0.3, 0.5, 0.7, 0.9, 1.2, 2.4) if scenario.responses.sigma else (1.0,) * 6
-    lengths = {POLICY: [scenario.responses.start * f for f in spread]}
-    for judge in scenario.judges:
-        lengths[judge.name] = [judge.verdict.start * f for f in (0.7, 0.9, 1.0, 1.4)]
-    return State(tuple(PromptCursor(rank) for rank in range(scenario.num_controllers)), lengths)
-
-
-def _record(run: Run, step: int, at: float, rollout: Rollout, update_s: float, work: StepWork, in_full: bool) -> None:
-    timeline, slots, lengths = rollout.timeline, run.scenario.slots, rollout.lengths
+def _record(
+    run: SimulatedRun, step: int, at: float, rollout: SimulatedRollout, update_s: float, work: StepWork, in_full: bool
+) -> None:
+    timeline, slots, lengths, step = rollout.timeline, run.scenario.slots, rollout.lengths, work.step
     run.steps.append(
         {
             "step": step,

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from pydantic import Field, model_validator
 from gcore.config.base import Auto, Fraction, NonNegative, PositiveInt, Section, Seed
 from gcore.config.load import load_config
 from gcore.config.sampling import MAX_OVERSAMPLING
+from gcore.cost import denoisers
+from gcore.cost.costs import Gpu, gpu_of, logprob_s, serving, shape_of, training_s
+from gcore.cost.denoisers import DenoiserShape, DenoisingWork, denoiser_of
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid
 from gcore.placement.rules import Costs
@@ -172,9 +175,6 @@ class Scenario(Section):
     """As sampling.max_oversampling."""
     oversampling: Annotated[float, Field(ge=1)] = 1.0
     """Groups in progress / missing groups, in addition to the groups that the acceptance rate requires."""
-    long_first: bool = False
-    """Of prompts drawn at the same time, start those first that are expected to be long, by a hint with an error of
-    about a third. Real runs have no such hint: this shows what it would be worth."""
     device_speed: dict[Slot, Positive] = Field(default_factory=dict)
     """Slots that are slower or faster than the others, with their relative speed: {3: 0.5} takes twice as long. A
     replica over several slots is as slow as the slowest of them."""
@@ -210,7 +210,7 @@ class Scenario(Section):
         progress = self.progress(step)
         response = self.read_by_judges(self.responses.at(progress, 0.0, step) * self.responses.mean_factor)
         context = self.prompt_length + response / 2
-        speeds = {POLICY: self._denoiser_speed() if self.denoiser else self._speed(self.policy, context)}
+        speeds = {POLICY: self._policy_speed(context)}
         for judge in self.judges:
             verdict = judge.verdict.at(progress, 0.0, step) * judge.verdict.mean_factor
             speeds[judge.name] = self._speed(judge, self.prompt_length + response + verdict / 2)
@@ -238,19 +238,13 @@ class Scenario(Section):
             return response
         return self.denoiser.picture_tokens or max(1, self.denoiser.pixels**2 // 28**2)
 
-    def _denoising(self) -> tuple[Any, Any, Any]:
+    def _denoising(self, spec: SimulatedDenoiser) -> tuple[DenoiserShape, Gpu, DenoisingWork]:
         """Shape, GPU and work of a step of the denoiser."""
-        from gcore.cost.costs import gpu_of
-        from gcore.cost.denoisers import DenoisingWork, denoiser_of
-
-        spec = self.denoiser
-        assert spec is not None
-        trained = spec.steps - 1 if spec.trained is None else spec.trained
         work = DenoisingWork(
             self.prompts,
             self.samples,
             spec.steps,
-            trained,
+            spec.steps - 1 if spec.trained is None else spec.trained,
             height=spec.pixels,
             width=spec.pixels,
             guidance=spec.guidance,
@@ -258,30 +252,23 @@ class Scenario(Section):
         )
         return denoiser_of(spec.model, "denoiser.model"), gpu_of(self.gpu), work
 
-    def _denoiser_speed(self) -> ReplicaSpeed:
-        from gcore.cost.denoisers import replica_speed
-
-        speed = replica_speed(*self._denoising())
-        return speed if self.swap_s is None else replace(speed, sleep_s=0.0, wake_s=self.swap_s, weights_s=0.0)
+    def _policy_speed(self, context: float) -> ReplicaSpeed:
+        if self.denoiser is None:
+            return self._speed(self.policy, context)
+        return denoisers.replica_speed(*self._denoising(self.denoiser)).with_swap(self.swap_s)
 
     def update(self, step: int, lengths: Sequence[int]) -> float:
         """Seconds of the update phase: logprobs, training, and the weight update of the policy's engines."""
         if self.update_s is not None:
             return self.update_s
         if self.denoiser is not None:
-            from gcore.cost.denoisers import update_s
-
-            shape, gpu, work = self._denoising()
-            speed = self._denoiser_speed()
-            return update_s(shape, gpu, self.slots, work) + speed.sleep_s + speed.wake_s + speed.weights_s
-        from gcore.cost.costs import gpu_of, logprob_s, shape_of, training_s
-
-        shape, gpu = shape_of(self.policy.model), gpu_of(self.gpu)
-        tokens = sum(lengths) + len(lengths) * self.prompt_length
-        context = self.prompt_length + sum(n * n for n in lengths) / max(1, 2 * sum(lengths))
-        passes = logprob_s(shape, gpu, self.slots, tokens, context) + training_s(
-            shape, gpu, self.slots, tokens, context
-        )
+            denoiser, gpu, work = self._denoising(self.denoiser)
+            passes = denoisers.update_s(denoiser, gpu, self.slots, work)
+        else:
+            shape, gpu = shape_of(self.policy.model), gpu_of(self.gpu)
+            tokens = sum(lengths) + len(lengths) * self.prompt_length
+            context = self.prompt_length + sum(n * n for n in lengths) / max(1, 2 * sum(lengths))
+            passes = sum(seconds(shape, gpu, self.slots, tokens, context) for seconds in (logprob_s, training_s))
         speed = self.costs(step).speeds[POLICY]
         return passes + speed.sleep_s + speed.wake_s + speed.weights_s
 
@@ -291,12 +278,8 @@ class Scenario(Section):
     def _speed(self, server: Server, context: float) -> ReplicaSpeed:
         if server.speed is not None:
             return ReplicaSpeed(**server.speed.model_dump())
-        from gcore.cost.costs import serving
-
         speed = serving(server.model, self.gpu, server.tensor_parallel, context, is_policy=server is self.policy)
-        if self.swap_s is None:
-            return speed
-        return replace(speed, sleep_s=0.0, wake_s=self.swap_s, weights_s=0.0)
+        return speed.with_swap(self.swap_s)
 
 
 def load_scenario(path: str | Path, overrides: list[str] | None = None) -> Scenario:
@@ -305,12 +288,11 @@ def load_scenario(path: str | Path, overrides: list[str] | None = None) -> Scena
 
 @dataclass(slots=True)
 class Draw:
-    """What one group will be: Draw(tokens=[812, 640], verdicts={"judge": [[300], [280]]}, good=True, hint=700.0)"""
+    """What one group will be: Draw(tokens=[812, 640], verdicts={"judge": [[300], [280]]}, good=True)"""
 
     tokens: list[int]
     verdicts: dict[str, list[list[int]]]  # only of the judges that judge this prompt
     good: bool  # the group is accepted
-    hint: float  # noisy estimate of its mean length
 
 
 @dataclass
@@ -339,7 +321,7 @@ class StepWork:
 
     def __getitem__(self, number: int) -> Draw:
         scenario = self.scenario
-        (own, *others), acceptance_draws, hint_noise = _noise(scenario.seed, number // CHUNK, self._shapes)
+        (own, *others), acceptance_draws = _noise(scenario.seed, number // CHUNK, self._shapes)
         needed = _needed(scenario.seed, number // CHUNK, self._needed)
         i = number % CHUNK
         tokens, verdicts = _lengths(scenario.responses, self.mean, own[i].tolist()), {}
@@ -347,8 +329,7 @@ class StepWork:
             if is_needed[i]:
                 flat = _lengths(judge.verdict, self.verdict_means[judge.name], normal[i].ravel().tolist())
                 verdicts[judge.name] = [flat[k : k + judge.repeats] for k in range(0, len(flat), judge.repeats)]
-        hint = sum(tokens) / len(tokens) * math.exp(0.3 * hint_noise[i])
-        return Draw(tokens, verdicts, acceptance_draws[i] < self.acceptance, hint)
+        return Draw(tokens, verdicts, acceptance_draws[i] < self.acceptance)
 
 
 def _lengths(spec: Lengths, mean: float, normal: list[float]) -> list[int]:
@@ -388,13 +369,13 @@ CHUNK = 32  # prompts whose noise is drawn together
 
 
 @lru_cache(maxsize=8192)  # large: after 1,000 steps the controllers are at different chunks, and each needs all of them
-def _noise(seed: int, chunk: int, shapes: tuple[_Shape, ...]) -> tuple[list[_Floats], list[float], list[float]]:
-    """Per prompt, the same in all steps: normal deviates of lengths, uniform draws of acceptance, noise of the hint."""
+def _noise(seed: int, chunk: int, shapes: tuple[_Shape, ...]) -> tuple[list[_Floats], list[float]]:
+    """Per prompt, the same in all steps: normal deviates of lengths, uniform draws of acceptance."""
     rng, normals = np.random.default_rng([seed, 1, chunk]), list[_Floats]()
     for shape, shared in shapes:
         own, common = rng.standard_normal((CHUNK, *shape)), rng.standard_normal((CHUNK, *([1] * len(shape))))
         normals.append(math.sqrt(shared) * common + math.sqrt(1 - shared) * own)
-    return normals, rng.random(CHUNK).tolist(), rng.standard_normal(CHUNK).tolist()
+    return normals, rng.random(CHUNK).tolist()
 
 
 @lru_cache(maxsize=8192)

@@ -1,6 +1,6 @@
 """Compares placement rules: runs each, searches the best static split, prints the table.
 
-scenario + names ──compare──> {"dynamic": Run, "colocated": Run, "best static": Run, ...} ──show──> terminal or pipe
+scenario + names ──compare──> {"dynamic": SimulatedRun, "colocated": SimulatedRun, ...} ──show──> terminal or pipe
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TextIO
 from gcore.observe.tables import console, table
 from gcore.observe.values import duration
 from gcore.placement.grid import Split, all_splits, neighbours, num_splits, shares
-from gcore.simulate.run import Run, rule_of, simulate, static_name, static_split
+from gcore.simulate.run import SimulatedRun, rule_of, simulate, static_name, static_split
 from gcore.simulate.scenario import Scenario
 
 BEST_STATIC = "best-static"  # the fastest of all static splits, chosen in hindsight
@@ -25,7 +25,7 @@ COLUMNS = ("rollout", "run", "against dynamic", "idle", "switching", "moves", "w
 Report = Callable[[str], None]
 
 
-def compare(scenario: Scenario, names: Sequence[str], report: Report = lambda _: None) -> dict[str, Run]:
+def compare(scenario: Scenario, names: Sequence[str], report: Report = lambda _: None) -> dict[str, SimulatedRun]:
     """A run under each rule. Timelines are kept for TIMELINES steps, spread over the run."""
     for name in names:
         if name not in (BEST_STATIC, "oracle"):
@@ -62,14 +62,14 @@ def spread(steps: int, count: int) -> list[int]:
     return sorted({1 + round(i * (steps - 1) / max(1, count - 1)) for i in range(count)})
 
 
-def best_static(scenario: Scenario, near: str | None = None, report: Report = lambda _: None) -> Run:
+def best_static(scenario: Scenario, near: str | None = None, report: Report = lambda _: None) -> SimulatedRun:
     """The static split with the shortest rollouts, in hindsight. Up to ALL splits are all tried. With more, a local
     search with shrinking strides.
 
     `near`: name of the best split of a similar scenario; the search then starts there with a small stride.
     """
     grid = scenario.grid
-    tried: dict[str, Run] = {}
+    tried: dict[str, SimulatedRun] = {}
 
     def best(splits: Iterable[Split]) -> Split:
         names = {static_name(split, grid): split for split in splits}
@@ -91,7 +91,7 @@ def best_static(scenario: Scenario, near: str | None = None, report: Report = la
     return tried[static_name(found, grid)]
 
 
-def show(scenario: Scenario, runs: Mapping[str, Run]) -> None:
+def show(scenario: Scenario, runs: Mapping[str, SimulatedRun]) -> None:
     roles = " · ".join(f"{judge.name} {judge.model} x tp {judge.tensor_parallel}" for judge in scenario.judges)
     title = f"{scenario.name}: {scenario.slots} x {scenario.gpu} · policy {scenario.policy_model} · {roles}"
     steps = f"{scenario.steps} steps of {scenario.prompts} x {scenario.samples} responses"
@@ -102,7 +102,7 @@ def show(scenario: Scenario, runs: Mapping[str, Run]) -> None:
     console().print(rules)
 
 
-def row(name: str, run: Run, base: Run | None) -> list[str]:
+def row(name: str, run: SimulatedRun, base: SimulatedRun | None) -> list[str]:
     numbers = run.summary()
     against = "" if base is None or run is base else f"{run.rollout_s / base.rollout_s - 1:+.1%}"
     return [

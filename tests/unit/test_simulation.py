@@ -17,8 +17,8 @@ from gcore.placement.grid import POLICY, Move, Split, split_by
 from gcore.placement.guard import DynamicRule
 from gcore.placement.meters import quantiles
 from gcore.simulate import run as runs
-from gcore.simulate.cluster import PromptCursor, Simulation, State
-from gcore.simulate.run import NAMES, evenly, expected_view, first_state, simulate
+from gcore.simulate.cluster import PromptCursor, Simulation, State, expected_view, first_state
+from gcore.simulate.run import NAMES, evenly, simulate
 from gcore.simulate.scenario import (
     CHUNK,
     Drift,
@@ -414,18 +414,6 @@ def test_blocks_that_arrive_at_the_same_time_share_the_work():
 
     rollout(case, Split((POLICY,) * 4), decide, watch=simulation.append, state=first_state(case))
     assert max(counts, key=sum) == (8, 8, 8, 8)
-
-
-def test_long_first_only_if_configured():
-    case = scenario(controllers=2)
-    assert not case.long_first
-    for long_first in (False, True):
-        simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), STATIC, state_of(case))
-        simulation.scenario = case.model_copy(update={"long_first": long_first})
-        order = drawn_by(simulation)
-        simulation._fill()
-        by_hint = sorted(order, key=lambda number: -simulation.work[number].hint)
-        assert order == (by_hint if long_first else sorted(order)) and by_hint != sorted(order)
 
 
 @pytest.mark.parametrize("controllers", [1, 2])
