@@ -234,7 +234,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(name, folders, monkeypatch):
     prompts.insert(0, prompts[0])
     model, network = ours(folders(name)), reference(folders(name), name)
     widths = list[int]()
-    hook = model.register_forward_pre_hook(
+    hook = model.get_decoder().register_forward_pre_hook(
         lambda _, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
     )
     found = generated(model, prompts, [12] * 5)
