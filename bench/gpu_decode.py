@@ -74,13 +74,13 @@ def open_engine(
     }
     if kind == "sglang":
         from gcore.generation.sglang import SglangEngine
-        from gcore.generation.sglang_core import SglangOptions
+        from gcore.generation.spec import LibraryOptions
 
-        return SglangEngine(Path(folder), SglangOptions(**options, device=device, sleep=True))
+        return SglangEngine(Path(folder), LibraryOptions(**options, device=device, sleep=True))
+    from gcore.generation.spec import LibraryOptions
     from gcore.generation.vllm import VllmEngine
-    from gcore.generation.vllm_core import VllmOptions
 
-    return VllmEngine(Path(folder), VllmOptions(**options, dummy=True))
+    return VllmEngine(Path(folder), LibraryOptions(**options, dummy=True))
 
 
 async def measure_pool(part: str, args: argparse.Namespace) -> None:
@@ -143,11 +143,11 @@ async def measure_exact(args: argparse.Namespace) -> None:
     """Requests that end at different times, by a stop token or by their limit."""
     from gcore.content.tokens import Tokens
     from gcore.generation import vllm_run
+    from gcore.generation.spec import LibraryOptions
     from gcore.generation.vllm import VllmBackend, VllmEngine
-    from gcore.generation.vllm_core import VllmOptions
     from gcore.types import Request, SamplingParams
 
-    options = VllmOptions(64, PROMPT + args.tokens, "bfloat16", memory_fraction=0.4, dummy=True, seeds=True)
+    options = LibraryOptions(64, PROMPT + args.tokens, "bfloat16", memory_fraction=0.4, dummy=True, seeds=True)
     engine = VllmEngine(args.folder, options)
     backend = engine.backend
     assert isinstance(backend, VllmBackend) and backend._runs is not None, "vLLM has another model runner here"

@@ -101,14 +101,14 @@ def make_engine(name: str, folder: str, concurrent: int, fraction: float, _: Any
         import torch
 
         from gcore.generation.sglang import SglangEngine
-        from gcore.generation.sglang_core import SglangOptions
+        from gcore.generation.spec import LibraryOptions
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return SglangEngine(Path(folder), SglangOptions(**options, device=device))
+        return SglangEngine(Path(folder), LibraryOptions(**options, device=device))
+    from gcore.generation.spec import LibraryOptions
     from gcore.generation.vllm import VllmEngine
-    from gcore.generation.vllm_core import VllmOptions
 
-    return VllmEngine(Path(folder), VllmOptions(**options, dummy=True))
+    return VllmEngine(Path(folder), LibraryOptions(**options, dummy=True))
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -11,7 +11,9 @@ from gcore.types import Request, UserError
 
 
 def check_score(request: Request, max_length: int, engine: str) -> None:
-    """Raise UserError if vLLM or SGLang cannot return the logprobs of the request's own steps."""
+    """Raise UserError if vLLM or SGLang cannot return the logprobs of the request's own steps, if it asks for these."""
+    if request.params.max_tokens:
+        return
     if request.params.temperature != 1 or tokens_of(request.content).media:
         raise UserError(
             f"{engine} returns logprobs of given tokens at temperature 1 and without images, got temperature "

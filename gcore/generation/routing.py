@@ -45,21 +45,14 @@ def own_replicas(
     if len(set(nodes[1])) < 2:
         return frozenset(range(rank, num_replicas, num_controllers))
     room = [len(range(r, num_replicas, num_controllers)) for r in range(num_controllers)]
-    owned: list[set[int]] = [set() for _ in room]
-    far = []
-    for replica, node in enumerate(nodes[1]):
-        near = [r for r, place in enumerate(nodes[0]) if place == node and room[r]]
-        if not near:
-            far.append(replica)
-            continue
-        owner = max(near, key=lambda r: (room[r], -r))
-        owned[owner].add(replica)
-        room[owner] -= 1
-    for replica in far:
-        owner = max(range(num_controllers), key=lambda r: (room[r], -r))
-        owned[owner].add(replica)
-        room[owner] -= 1
-    return frozenset(owned[rank])
+    owners: dict[int, int] = {}
+    for is_near in (True, False):  # those that no controller of their node has room for come last
+        for replica, node in enumerate(nodes[1]):
+            able = [r for r, place in enumerate(nodes[0]) if room[r] and (place == node or not is_near)]
+            if replica not in owners and able:
+                owners[replica] = max(able, key=lambda r: (room[r], -r))
+                room[owners[replica]] -= 1
+    return frozenset(replica for replica, owner in owners.items() if owner == rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ import torch
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.generation.engine_shell import WATCH_S, DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.request_check import check_request, check_score
-from gcore.generation.sglang_core import SglangOptions, SglangServer, open_server
+from gcore.generation.sglang_core import SglangServer, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
-from gcore.generation.spec import EngineSpec, library_options
+from gcore.generation.spec import EngineSpec, LibraryOptions
 from gcore.observe.trace import Tracer
 from gcore.types import Finish, Floats, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
@@ -40,20 +40,18 @@ T = TypeVar("T")
 def make_engine(spec: EngineSpec) -> SglangEngine:
     tracer = spec.open_tracer()
     with tracer.span("start"):
-        folder, options, device = library_options(spec)
-        options |= {"device": device.type, "dies_with_scheduler": spec.restarts}
-        return SglangEngine(folder, SglangOptions(**options), tracer)
+        return SglangEngine(*LibraryOptions.of(spec), tracer)
 
 
 class SglangEngine(SteppedEngine):
     """Implements protocols.Engine."""
 
-    def __init__(self, folder: Path, options: SglangOptions, tracer: Tracer | None = None) -> None:
+    def __init__(self, folder: Path, options: LibraryOptions, tracer: Tracer | None = None) -> None:
         super().__init__(SglangBackend(folder, options), tracer)
 
 
 class SglangBackend(DecodeBackend):
-    def __init__(self, folder: Path, options: SglangOptions) -> None:
+    def __init__(self, folder: Path, options: LibraryOptions) -> None:
         self._folder, self._options, self.max_concurrent = folder, options, options.max_concurrent
         self._jobs: dict[str, Job] = {}  # by request id
         self.jobs = self._jobs.values()
@@ -92,7 +90,7 @@ class SglangBackend(DecodeBackend):
 
     def died(self) -> str:
         died = self._server.died()
-        if died and self._options.dies_with_scheduler:  # the exit fails all pending calls
+        if died and self._options.dies_with_library:  # the exit fails all pending calls
             print(died, file=sys.stderr, flush=True)
             os._exit(1)
         return died
@@ -111,8 +109,7 @@ class SglangBackend(DecodeBackend):
 
     def check(self, request: Request) -> None:
         check_request(request, self._options.max_length, self._server.vocabulary, scores=True)
-        if request.params.max_tokens == 0:
-            check_score(request, self._options.max_length, "SGLang")
+        check_score(request, self._options.max_length, "SGLang")
 
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
         for job in jobs:

@@ -42,14 +42,6 @@ from gcore.types import UserError
 SPARE = 8  # tokens of the context length that SGLang reserves
 
 
-@dataclass(frozen=True, slots=True)
-class SglangOptions(LibraryOptions):
-    """SglangOptions(256, 2048, device="cuda", sleep=True)"""
-
-    device: str = "cpu"
-    dies_with_scheduler: bool = False  # exit if the scheduler dies: the driver restarts both
-
-
 class SglangServer:
     """A running SGLang: its front in this process, and the processes that it started."""
 
@@ -74,7 +66,7 @@ class SglangServer:
         self._failure.unlink(missing_ok=True)
 
 
-def open_server(folder: Path, options: SglangOptions) -> SglangServer:
+def open_server(folder: Path, options: LibraryOptions) -> SglangServer:
     """Call it in the thread, and with the event loop, that will use the server."""
     handle, name = tempfile.mkstemp(prefix="sglang-", suffix=".failure")
     os.close(handle)
@@ -131,7 +123,7 @@ def _end(processes: list[Any]) -> None:
         process.join(10)
 
 
-def _arguments(folder: Path, options: SglangOptions, config: dict[str, Any]) -> dict[str, Any]:
+def _arguments(folder: Path, options: LibraryOptions, config: dict[str, Any]) -> dict[str, Any]:
     platform: dict[str, Any] = {
         "mem_fraction_static": options.memory_fraction,
         "disable_cuda_graph": options.eager,
@@ -173,7 +165,7 @@ def _has_flash_attention() -> bool:
     return True
 
 
-def _cache_tokens(options: SglangOptions, config: dict[str, Any]) -> int:
+def _cache_tokens(options: LibraryOptions, config: dict[str, Any]) -> int:
     """Size of the KV cache: what all requests can fill, or what fits in memory."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     width = config.get("num_key_value_heads", config["num_attention_heads"]) * head

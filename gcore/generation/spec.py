@@ -61,44 +61,52 @@ def make_engine(spec: EngineSpec) -> Engine:
 
 @dataclass(frozen=True, slots=True)
 class LibraryOptions:
-    """What all engines have that read the model from a folder: the configuration of one replica."""
+    """The configuration of a replica that reads the model from a folder: of vLLM and SGLang.
+
+    LibraryOptions(256, 2048, dtype="bfloat16", sleep=True)"""
 
     max_concurrent: int
     max_length: int
     dtype: str = "auto"
+    device: str = "cpu"  # SGLang; vLLM knows its own
     memory_fraction: float = 0.4  # of the GPU
     cpu_cache_gib: float = 1.0
     threads: int = 1  # on CPU
     tensor_parallel: int = 1
     eager: bool = False  # no compilation, no CUDA graphs: starts faster, decodes slower
+    decode_steps: int = 8  # vLLM on GPUs: at most this many steps are launched at once (vllm_run.py)
     sleep: bool = False  # memory can be freed between rollouts; on GPUs
     seeds: bool = True  # noise depends on the sample; slower on GPUs
     seed: int = 0
     adapters: Adapters | None = None  # if given, weight updates contain only their factors
+    dummy: bool = False  # vLLM: random weights, for a folder without weights
+    dies_with_library: bool = False  # exit if a process of the library dies: the driver restarts both
 
+    @classmethod
+    def of(cls, spec: EngineSpec) -> tuple[Path, LibraryOptions]:
+        """The folder of the model, and the options."""
+        from gcore.models.networks import adapters_in, save_built
 
-def library_options(spec: EngineSpec) -> tuple[Path, dict[str, Any], torch.device]:
-    """The folder of the model, the values of LibraryOptions, and the device."""
-    from gcore.models.networks import adapters_in, save_built
-
-    device, dtype = spec.placed()
-    if spec.model.path is not None:
-        folder = model_folder(spec.model, weights=True)
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the files are complete: no process needs the network
-    else:
-        folder = save_built(spec.model, spec.load_tokenizer(spec.model), spec.seed)
-    serving = spec.serving
-    options = {
-        "max_concurrent": serving.max_concurrent,
-        "max_length": spec.max_length,
-        "dtype": str(dtype).removeprefix("torch."),
-        "memory_fraction": spec.memory_fraction,
-        "threads": spec.threads,
-        "tensor_parallel": serving.tensor_parallel,
-        "eager": serving.eager,
-        "sleep": spec.sleeps,
-        "seeds": serving.seeds if serving.seeds != "auto" else device.type == "cpu",
-        "seed": spec.seed % 2**31,
-        "adapters": adapters_in(folder, spec.model),
-    }
-    return folder, options, device
+        device, dtype = spec.placed()
+        if spec.model.path is not None:
+            folder = model_folder(spec.model, weights=True)
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the files are complete: no process needs the network
+        else:
+            folder = save_built(spec.model, spec.load_tokenizer(spec.model), spec.seed)
+        serving = spec.serving
+        return folder, cls(
+            serving.max_concurrent,
+            spec.max_length,
+            dtype=str(dtype).removeprefix("torch."),
+            device=device.type,
+            memory_fraction=spec.memory_fraction,
+            threads=spec.threads,
+            tensor_parallel=serving.tensor_parallel,
+            eager=serving.eager,
+            decode_steps=serving.decode_steps,
+            sleep=spec.sleeps,
+            seeds=serving.seeds if serving.seeds != "auto" else device.type == "cpu",
+            seed=spec.seed % 2**31,
+            adapters=adapters_in(folder, spec.model),
+            dies_with_library=spec.restarts,
+        )

@@ -29,9 +29,8 @@ from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, Stepp
 from gcore.generation.noise import noise_key
 from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sleep import GIB, SleepState, free_gpu
-from gcore.generation.spec import EngineSpec, library_options
+from gcore.generation.spec import EngineSpec, LibraryOptions
 from gcore.generation.vllm_core import (
-    VllmOptions,
     is_cpu,
     keep_logprobs_untruncated,
     load_in_place,
@@ -57,21 +56,20 @@ _PROCESS_LOCK = threading.Lock()
 def make_engine(spec: EngineSpec) -> VllmEngine:
     tracer = spec.open_tracer()
     with tracer.span("start"):
-        folder, options, _ = library_options(spec)
-        return VllmEngine(folder, VllmOptions(**options, decode_steps=spec.serving.decode_steps), tracer)
+        return VllmEngine(*LibraryOptions.of(spec), tracer)
 
 
 class VllmEngine(SteppedEngine):
     """Implements protocols.Engine."""
 
-    def __init__(self, folder: Path, options: VllmOptions, tracer: Tracer | None = None) -> None:
+    def __init__(self, folder: Path, options: LibraryOptions, tracer: Tracer | None = None) -> None:
         super().__init__(VllmBackend(folder, options), tracer)
 
 
 class VllmBackend(DecodeBackend):
     compute_lock: AbstractContextManager[Any] = _PROCESS_LOCK
 
-    def __init__(self, folder: Path, options: VllmOptions) -> None:
+    def __init__(self, folder: Path, options: LibraryOptions) -> None:
         self._folder, self.options = folder, options
         self.core: Any = None
         self._runs: DecodeRuns | None = None
@@ -112,8 +110,7 @@ class VllmBackend(DecodeBackend):
     def check(self, request: Request) -> None:
         accepts = ("image", "video") if self._accepts_images else ()  # videos have a message of their own
         check_request(request, self.options.max_length, self._vocabulary, accepts, scores=True)
-        if request.params.max_tokens == 0:
-            check_score(request, self.options.max_length, "vLLM")
+        check_score(request, self.options.max_length, "vLLM")
         media = tokens_of(request.content).media
         if tokens_of(request.content).step_media or any(medium.kind != "image" for medium in media):
             raise UserError(

@@ -21,7 +21,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,7 @@ from gcore.weights.pretrained import file_names
 OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch's: CUDA libraries, NCCL
 
 
-@dataclass(frozen=True, slots=True)
-class VllmOptions(LibraryOptions):
-    """VllmOptions(256, 2048, dtype="bfloat16", sleep=True)"""
-
-    decode_steps: int = 8  # on GPUs: at most this many steps are launched at once (vllm_run.py)
-    dummy: bool = False  # random weights, for a folder without weights
-
-
-def open_core(folder: Path, options: VllmOptions) -> Any:
+def open_core(folder: Path, options: LibraryOptions) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the core in this process
     for name, value in {
         "VLLM_NO_USAGE_STATS": "1",
@@ -112,7 +103,7 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
             raise UserError(f"vLLM cannot serve {folder}: {' '.join(str(error).split())}") from error
 
 
-def _prepare_runs(arguments: Any, model: Any, options: VllmOptions) -> None:
+def _prepare_runs(arguments: Any, model: Any, options: LibraryOptions) -> None:
     """What vllm_run.py needs: the second model runner, no step computed ahead, and positions for steps after the end of
     a request, if the model has any."""
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")

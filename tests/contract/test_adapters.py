@@ -55,9 +55,9 @@ def embedded_by_library(network: Any, adapters: Adapters) -> SteppedEngine:
 
 def sglang(network: Any, adapters: Adapters) -> Any:
     from gcore.generation.sglang import SglangEngine
-    from gcore.generation.sglang_core import SglangOptions
+    from gcore.generation.spec import LibraryOptions
 
-    options = SglangOptions(32, MAX_LENGTH, dtype="float32", cpu_cache_gib=0.25, adapters=adapters)
+    options = LibraryOptions(32, MAX_LENGTH, dtype="float32", cpu_cache_gib=0.25, adapters=adapters)
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         build_char_tokenizer(ALPHABET).save_pretrained(folder)
@@ -231,7 +231,7 @@ class Core:
 @pytest.mark.skipif(not VLLM, reason="vllm is not installed")
 def test_on_a_gpu_the_targets_alone_are_loaded_and_weights_are_never_dropped(monkeypatch, base, tmp_path):
     from gcore.generation import vllm
-    from gcore.generation.vllm_core import VllmOptions
+    from gcore.generation.spec import LibraryOptions
 
     base.save_pretrained(tmp_path)
     model = PolicyModel(path=str(tmp_path), lora=Lora(rank=4, alpha=6.0, targets=["q_proj", "mlp.down_proj"]))
@@ -245,7 +245,7 @@ def test_on_a_gpu_the_targets_alone_are_loaded_and_weights_are_never_dropped(mon
         vllm, "base_of", lambda folder, shapes, adapters, device, *rest: on_cpu(folder, shapes, adapters, "cpu", *rest)
     )
     monkeypatch.setattr(receiver, "CHUNK_BYTES", 128 * 128 * 2)  # as large as q_proj, larger than down_proj
-    engine = vllm.VllmEngine(tmp_path, VllmOptions(4, 64, sleep=True, adapters=adapters))
+    engine = vllm.VllmEngine(tmp_path, LibraryOptions(4, 64, sleep=True, adapters=adapters))
     factors = factors_of(base, adapters, 3)
     expected = together(base, adapters, factors)
     assert load(engine, 1, factors) == 1

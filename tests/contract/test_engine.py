@@ -101,8 +101,8 @@ class Lent:
 
 
 def open_vllm(network: Any, **options: Any) -> Any:
+    from gcore.generation.spec import LibraryOptions
     from gcore.generation.vllm import VllmEngine
-    from gcore.generation.vllm_core import VllmOptions
 
     length = network.config.max_position_embeddings
     options = {
@@ -116,7 +116,7 @@ def open_vllm(network: Any, **options: Any) -> Any:
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         build_char_tokenizer(ALPHABET).save_pretrained(folder)
-        return VllmEngine(Path(folder), VllmOptions(**options))
+        return VllmEngine(Path(folder), LibraryOptions(**options))
 
 
 def vllm(network: Any, max_concurrent: int = 32) -> Lent:

@@ -92,10 +92,10 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def opened(network: Any) -> Iterator[Any]:
+    from gcore.generation.spec import LibraryOptions
     from gcore.generation.vllm import VllmEngine
-    from gcore.generation.vllm_core import VllmOptions
 
-    options = VllmOptions(max_concurrent=8, max_length=LONG, dtype="float32", cpu_cache_gib=CACHE, **ON_GPU)
+    options = LibraryOptions(max_concurrent=8, max_length=LONG, dtype="float32", cpu_cache_gib=CACHE, **ON_GPU)
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         processor().save_pretrained(folder)

@@ -30,7 +30,7 @@ if importlib.util.find_spec("sglang") is None:
 
 from gcore.content.tokens import Tokens
 from gcore.generation.sglang import SglangEngine
-from gcore.generation.sglang_core import SglangOptions
+from gcore.generation.spec import LibraryOptions
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import MemoryChange
 from gcore.types import Completion, Request, SamplingParams, UserError
@@ -65,7 +65,7 @@ def open_sglang(network: Any, **options: Any) -> SglangEngine:
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         build_char_tokenizer(ALPHABET).save_pretrained(folder)
-        return SglangEngine(Path(folder), SglangOptions(**options))
+        return SglangEngine(Path(folder), LibraryOptions(**options))
 
 
 def sglang(network: Any, max_concurrent: int = 32) -> SglangEngine:
@@ -315,9 +315,9 @@ def test_the_scheduler_ends_with_the_process_that_opened_it():
         code = (
             "from pathlib import Path\n"
             "from gcore.generation.sglang import SglangEngine\n"
-            "from gcore.generation.sglang_core import SglangOptions\n"
+            "from gcore.generation.spec import LibraryOptions\n"
             "if __name__ == '__main__':\n"
-            f"    engine = SglangEngine(Path({folder!r}), SglangOptions(4, 64, dtype='float32', cpu_cache_gib=0.1))\n"
+            f"    engine = SglangEngine(Path({folder!r}), LibraryOptions(4, 64, dtype='float32', cpu_cache_gib=0.1))\n"
             "    print(engine.backend._server._processes[0].pid, flush=True)\n"
             "    import time; time.sleep(600)\n"
         )

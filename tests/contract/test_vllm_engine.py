@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from gcore.content.tokens import Tokens
-from gcore.generation.vllm_core import VllmOptions, open_core, skip_block_accounting
+from gcore.generation.spec import LibraryOptions
+from gcore.generation.vllm_core import open_core, skip_block_accounting
 from gcore.protocols import MemoryChange
 from gcore.types import Completion, Request, SamplingParams, UserError
 from tests.contract.test_engine import (
@@ -192,7 +193,7 @@ def test_tensor_parallel_engines_start_processes_not_ray_actors(tmp_path, monkey
 
     monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", look)
     with pytest.raises(AssertionError) as raised:
-        open_core(tmp_path, VllmOptions(8, 64, tensor_parallel=width))
+        open_core(tmp_path, LibraryOptions(8, 64, tensor_parallel=width))
     assert raised.value.args[0] == (width, backend)
 
 
@@ -553,14 +554,14 @@ class Ahead:
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Ahead]]:
     from gcore.generation import vllm
-    from gcore.generation.vllm_core import VllmOptions
+    from gcore.generation.spec import LibraryOptions
 
     core = Ahead()
     monkeypatch.setattr(vllm, "open_core", lambda folder, options: core)
     monkeypatch.setattr(vllm, "shut_core", lambda core: None)
     monkeypatch.setattr(vllm, "is_cpu", lambda: False)
     monkeypatch.setattr(vllm, "shapes_of", lambda folder, config: {"a": (), "b": ()})
-    engine = vllm.VllmEngine("", VllmOptions(max_concurrent=4, max_length=10**6, sleep=True))
+    engine = vllm.VllmEngine("", LibraryOptions(max_concurrent=4, max_length=10**6, sleep=True))
     yield engine, core
     engine.close()
 

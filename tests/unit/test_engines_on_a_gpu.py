@@ -11,7 +11,7 @@ from gcore.config.load import load_config
 from gcore.cost.costs import SHAPES
 from gcore.generation.routing import own_replicas
 from gcore.launch import gpu_memory
-from gcore.launch.gpu_memory import choose_for_trainer, engines_beside
+from gcore.launch.gpu_memory import choose, engines_beside, rank_of
 from gcore.launch.machines import Cluster, Machine
 from gcore.launch.plan import make_plan
 from tests.e2e.helpers import RECIPE, gcore, write_recipe
@@ -63,7 +63,8 @@ def test_two_engines_hold_what_one_held(config):
     assert single.rollout == double.rollout == pytest.approx(0.4 * H200)
     assert (single.training, double.training) == (ASLEEP, 2 * ASLEEP)
     assert double.update == pytest.approx(2 * (ASLEEP + shape.weight_bytes))
-    assert choose_for_trainer(two, make_plan(two, ONE), shape, H200).fits
+    rank, training = rank_of(two, make_plan(two, ONE), shape), two.training
+    assert choose(rank, double, H200, training.activation_checkpointing, training.offload).fits
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 
 from gcore.content.tokens import Tokens
 from gcore.generation import sglang
-from gcore.generation.sglang_core import SglangOptions
+from gcore.generation.spec import LibraryOptions
 from gcore.protocols import MemoryChange
 from gcore.types import Completion, Request, SamplingParams
 
@@ -128,7 +128,7 @@ def ask(max_tokens: int = 3, content: Tokens | None = None) -> Request:
 
 
 def run(calls: Callable[[sglang.SglangEngine], Coroutine[Any, Any, None]], **options: Any) -> sglang.SglangEngine:
-    engine = sglang.SglangEngine(Path("no-such-folder"), SglangOptions(2, 1000, **options))
+    engine = sglang.SglangEngine(Path("no-such-folder"), LibraryOptions(2, 1000, **options))
     asyncio.run(asyncio.wait_for(calls(engine), 60))
     engine.close()
     return engine
