@@ -7,6 +7,7 @@
     python bench/placement.py robust --seeds 5            # about half an hour; --only NAME: one scenario
     python bench/placement.py unseen --seeds 5            # the same on held-out scenarios
     python bench/placement.py uneven --seeds 3            # devices and requests that differ; unseen-uneven: held out
+    python bench/placement.py splits --seeds 3            # both against static splits only: about 20 minutes
     python bench/placement.py guarded --seeds 3           # about four minutes
     python bench/placement.py speed                       # about three minutes: drift-512, 1,000 steps of 256 prompts
 
@@ -16,8 +17,8 @@ per step. `stationary`: nothing drifts; dynamic against the best static split, a
 `variable`: the load jumps from step to step, several seeds. `where-not`: cases that are hard for dynamic placement.
 `robust`: small scenarios that are hard for it, against co-location, early swap, every static split and the oracle.
 `unseen`: the same table for scenarios on which the rule was not tuned. `uneven`: the same for mixtures of lengths, a
-slow device, judges of some prompts, alternating acceptance. `guarded`: the larger scenarios with and
-without the guard.
+slow device, judges of some prompts, alternating acceptance. `splits`: these scenarios, dynamic and unguarded against
+the static split that is best over all seeds. `guarded`: the larger scenarios with and without the guard.
 
 Placement and routing are the code of gcore/placement and gcore/generation/routing.py. Times are those of the simulated
 cluster, except for `speed`.
@@ -61,6 +62,7 @@ HARD = {
     "unseen-uneven": ("unseen-slow-judges", "unseen-two-kinds", "unseen-slow-first"),
 }
 
+MOVING = ("dynamic", "unguarded")
 Row = dict[str, Any]
 
 
@@ -239,6 +241,28 @@ def robust(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def splits(args: argparse.Namespace) -> list[Row]:
+    rows, widths = list[Row](), [21, 11, 12, 18, 18]
+    print(
+        f"rollout seconds of the static split that is best over {args.seeds} seeds; then how much more time the rules"
+    )
+    print("take than this split: mean, and worst seed")
+    print_row(["scenario", "best split", "its seconds", "dynamic", "unguarded"], widths)
+    for name in [name for name in (*HARD["uneven"], *HARD["unseen-uneven"]) if args.only in (None, name)]:
+        cases = [scenario(name, f"seed={seed}", *args.overrides) for seed in range(args.seeds)]
+        runs = {rule: [simulate(case, rule).rollout_s for case in cases] for rule in (*MOVING, *_statics(cases[0]))}
+        best = min(_statics(cases[0]), key=lambda rule: sum(runs[rule]))
+        worse = {rule: [s / fixed - 1 for s, fixed in zip(runs[rule], runs[best], strict=True)] for rule in MOVING}
+        mean = {rule: sum(runs[rule]) / sum(runs[best]) - 1 for rule in MOVING}
+        print_row(
+            [name, best.partition(":")[2], f"{statistics.mean(runs[best]):.0f}",
+             *(f"{mean[rule]:+.1%} ({max(worse[rule]):+.1%})" for rule in MOVING)],
+            widths,
+        )  # fmt: skip
+        rows.append({"scenario": name, "best": best, "seconds": runs, "worse": worse})
+    return rows
+
+
 def guarded(args: argparse.Namespace) -> list[Row]:
     """Cost or gain of the guard on the larger scenarios, and the gain over co-location."""
     rows = []
@@ -275,9 +299,12 @@ def guarded(args: argparse.Namespace) -> list[Row]:
 
 
 def _all_rules(case: Scenario) -> dict[str, SimulatedRun]:
-    statics = [static_name(split, case.grid) for split in all_splits(case.grid)]
-    names = ["dynamic", "unguarded", "colocated", "early-swap", "oracle", *statics]
+    names = (*MOVING, "colocated", "early-swap", "oracle", *_statics(case))
     return {name: simulate(case, name) for name in names}
+
+
+def _statics(case: Scenario) -> list[str]:
+    return [static_name(split, case.grid) for split in all_splits(case.grid)]
 
 
 def _moves(run: SimulatedRun) -> tuple[float, float]:
@@ -306,6 +333,7 @@ TABLES: dict[str, tuple[Callable[[argparse.Namespace], list[Row]], int]] = {
     "unseen": (robust, 0),
     "uneven": (robust, 0),
     "unseen-uneven": (robust, 0),
+    "splits": (splits, 0),
     "guarded": (guarded, 16),
     "speed": (speed, 1000),
 }

@@ -226,7 +226,7 @@ def _nearest_key(where: str, keys: list[str]) -> str | None:
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == _without_indices(section)]
     same, foreign = [key for key in keys if key.rpartition(".")[2] == name], own_name(where, keys)
     close = difflib.get_close_matches(name, siblings, 1, cutoff=0.8 if same or foreign else 0.6)
-    if close:
+    if close and (section or not foreign):  # TRL's `num_generations` is similar to our section `generation`
         return f"{section}.{close[0]}" if section else close[0]
     if foreign:
         return foreign

@@ -45,7 +45,11 @@ REHEARSALS = {  # arguments; several rows of them if one does not reach all part
     "hosts": ["--no-ray -- hostname"],
     "long_generation": ["--prompt 64 --response 4"],
     "media_bytes": ["--samples 8 --edge 32 --controllers 2 --runtime local --work {here}"],
-    "placement": ["drift --steps 1 --seeds 1 --judge 14B", "speed --steps 1"],
+    "placement": [
+        "drift --steps 1 --seeds 1 --judge 14B",
+        "speed --steps 1",
+        "splits --only bimodal --seeds 1 steps=1",
+    ],
     "random_model": ["tiny {here}/model"],
     "soak": [],  # starts and kills runs for minutes: --help alone
     "step": ["--only 'gcore local,trl' --rounds 1 --steps 4 --prompts 2 --siblings 2 --tokens 8"],

@@ -289,6 +289,23 @@ def test_a_replica_that_a_controller_cannot_call(tmp_path, monkeypatch):
     assert [event["event"] for event in read_events(tmp_path)] == ["unreachable"] * 2
 
 
+def test_a_workflow_that_blocks_its_controller_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("gcore.driver.heal.STACKS_S", 0.0)
+    frames = [("/mine/flow.py", 3, "slow"), ("/mine/flow.py", 9, "workflow"), (asyncio.base_events.__file__, 1, "run")]
+    stack = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
+
+    class Blocked(FakeRuntime):
+        def dump_stacks(self) -> None:
+            (tmp_path / "controller-0.log").write_text(f"Thread 0x01 (most recent call first):\n{stack}")
+
+    watch: Any = RoleWatch(Blocked(), SimpleNamespace(), EventLog(tmp_path), Run(), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(
+        RoleDied, match=r"for 15 s: flow\.py:3 in slow blocks its event loop; expected code that awaits"
+    ):
+        asyncio.run(watch._hung("controller-0", 15.0))
+    assert [event["event"] for event in read_events(tmp_path)] == ["hung"]
+
+
 @pytest.mark.parametrize("failures", [2, 9])
 def test_a_replica_that_cannot_be_built_again_at_once(tmp_path, monkeypatch, failures):
     """Another role may use the memory that it needs. It is tried again; in the end, a rollback frees the memory."""

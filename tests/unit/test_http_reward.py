@@ -8,9 +8,11 @@ import math
 import random
 import socket
 import warnings
+import zlib
 from email.utils import formatdate
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -116,6 +118,22 @@ def test_an_endless_body_is_retried_and_then_an_error():
     assert counts == {"http_retries": 1}
     assert len(sent) == 2 and max(sent) < 64 << 20  # what fits in the buffers of the connection is sent, too
     assert score(Server(endless([]), GOOD), attempts=2) == ([1.0, 0.0], {"http_retries": 1})
+
+
+def test_a_small_body_that_expands_is_read_up_to_the_limit(monkeypatch):
+    """A gigabyte in a megabyte: only a part of it is ever in memory."""
+    pack = zlib.compressobj(9, zlib.DEFLATED, 31)
+    packed = b"".join(pack.compress(bytes(1 << 24)) for _ in range(64)) + pack.flush()
+    longest: list[int] = []
+    read = aiohttp.StreamReader.feed_data
+    monkeypatch.setattr(aiohttp.StreamReader, "feed_data", lambda *args: longest.append(len(args[1])) or read(*args))
+
+    async def handle(request):
+        return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
+
+    said, _ = score(Server(handle), attempts=1)
+    assert "/score sent more than 8 MB; expected JSON of at most that size (tried 1 times)" in said
+    assert len(packed) < 2 << 20 and max(longest) < 300 << 20 and sum(longest) < 600 << 20
 
 
 @pytest.mark.parametrize(("status", "tries"), [(500, 2), (404, 1)])

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from gcore.cli import main
-from gcore.config.load import all_keys, load_config, parse_yaml
-from gcore.config.names import TABLES, key_of, leaves, own_name
+from gcore.config.load import _nearest_key, all_keys, load_config, parse_yaml
+from gcore.config.names import _ALL, TABLES, key_of, leaves, own_name
 from gcore.config.tree import Config
 from gcore.rewarding.signatures import load_reward
 from gcore.types import UserError
@@ -151,6 +151,12 @@ def test_names_of_other_trainers_are_answered(tmp_path: Path, name: str, answer:
     with pytest.raises(UserError) as error:
         load_config(recipe, [f"{name}=3"])
     assert str(error.value) == f"{recipe}: {name}: unknown key; did you mean {answer}?"
+
+
+def test_no_similar_key_comes_before_the_answer_of_a_table() -> None:
+    """`num_generations` is similar to `generation`."""
+    keys, names = list(all_keys()), [name for table in TABLES.values() for name in table if name not in KEYS]
+    assert len(names) > 100 and [name for name in names if _nearest_key(name, keys) != _ALL[name]] == []
 
 
 def test_a_remark_follows_where_more_than_the_name_differs(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_what_a_killed_run_leaves_is_taken_over_at_once(folder, capsys):
     assert f"process {first.pid} on" in said and "it is taken over" in said and "waiting" not in said
 
 
-def test_the_guard_keeps_it_until_the_processes_have_ended(folder):
+def test_the_guard_keeps_it_until_the_processes_have_ended(folder, monkeypatch):
     """The driver is killed; its guard still has the descriptor."""
     code = HOLDER.replace("print):", "print) as fds:")
     code = code.replace('print("held"', "import subprocess; subprocess.Popen(['cat'], pass_fds=fds); print(\"held\"")
@@ -125,6 +125,11 @@ def test_the_guard_keeps_it_until_the_processes_have_ended(folder):
         thread = threading.Thread(target=take)
         thread.start()
         assert not taken.wait(1.0)
+        monkeypatch.setattr(run_lock, "ENDING_S", 0.1)
+        with pytest.raises(
+            UserError, match=rf"process {driver.pid} on .* was killed, and its processes have not ended"
+        ):
+            hold(folder, print).__enter__()
     finally:
         os.close(write)  # the guard ends
     thread.join()
