@@ -198,7 +198,7 @@ def _oracle(scenario: Scenario) -> list[Rule]:
 
 
 def _record(
-    run: SimulatedRun, step: int, at: float, rollout: SimulatedRollout, update_s: float, work: StepWork, in_full: bool
+    run: SimulatedRun, at: float, rollout: SimulatedRollout, update_s: float, work: StepWork, in_full: bool
 ) -> None:
     timeline, slots, lengths, step = rollout.timeline, run.scenario.slots, rollout.lengths, work.step
     run.steps.append(

@@ -62,11 +62,10 @@ def in_compute_thread(
 ) -> Callable[Concatenate[TrainerRank, P], Coroutine[Any, Any, T]]:
     """A call of the rank that computes."""
 
-    @functools.wraps(method)
-    async def call(rank: TrainerRank, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(rank: TrainerRank, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await rank.compute(method, rank, *args, **kwargs)
 
-    return call
+    return functools.update_wrapper(call, method)
 
 
 class TrainerRank:

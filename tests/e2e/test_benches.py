@@ -19,7 +19,16 @@ from bench.hosts import why_not
 
 ROOT = Path(__file__).parents[2]
 BENCHES = sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
-PARTS = ("control_costs", "control_planes", "control_roles", "layouts", "soak_run", "trl_steps", "virtual_loop", "worker")
+PARTS = (
+    "control_costs",
+    "control_planes",
+    "control_roles",
+    "layouts",
+    "soak_run",
+    "trl_steps",
+    "virtual_loop",
+    "worker",
+)
 TINY_SHAPE = "--hidden 32 --intermediate 64 --heads 2"
 REHEARSALS = {  # arguments; several rows of them if one does not reach all parts; {here}: a folder of the test
     "algorithms": ["--rehearse --algorithms grpo ppo --folder {here}"],
