@@ -292,7 +292,9 @@ def run_gcore(args: argparse.Namespace) -> None:
     from gcore.diffusion.pipelines import PipelineDenoiser
     from gcore.driver.supervise import run
     from gcore.generation.diffusion import DiffusionBackend
+    from gcore.protocols import UpdateStats
     from gcore.training.rank import TrainerRank
+    from gcore.types import TrainBatch
 
     device = device_of(args)
     clock, peaks = Clock(device), dict[str, float]()
@@ -304,16 +306,15 @@ def run_gcore(args: argparse.Namespace) -> None:
     ]
     for owner, name, part in watched:
         setattr(owner, name, clock.timed(part, getattr(owner, name)))
-    rank: Any = TrainerRank
-    update = rank._update
+    train = TrainerRank._train_policy
 
-    def measured_update(self: Any, batch: Any) -> Any:
+    def measured(self: TrainerRank, batch: TrainBatch) -> UpdateStats:
         peaks["generating GB"] = max(peaks.get("generating GB", 0.0), peak_gb(device))
-        found = update(self, batch)
+        stats = train(self, batch)
         peaks["training GB"] = max(peaks.get("training GB", 0.0), peak_gb(device))
-        return found
+        return stats
 
-    rank._update = measured_update
+    TrainerRank._train_policy = measured  # type: ignore[method-assign]
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=Path(os.environ[TARGET]).parent))
     recipe = folder / "recipe.yaml"
     recipe.write_text(json.dumps(tree_of(args, folder)))  # JSON is YAML
