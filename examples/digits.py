@@ -58,8 +58,8 @@ def sample(checkpoint: Path, per_digit: int, seed: int) -> tuple[np.ndarray, np.
     from gcore.checkpoint.tensors import read, shapes
     from gcore.config.load import load_config
     from gcore.diffusion.denoiser import stacked, tensors_of
-    from gcore.diffusion.load import load_denoiser
     from gcore.diffusion.noise import normals
+    from gcore.diffusion.pipelines import load_denoiser
     from gcore.diffusion.samplers import schedule_of
 
     config = load_config(checkpoint.parent / "config.yaml")

@@ -59,14 +59,6 @@ class Transition(NamedTuple):
         total = each if reduce == "mean" else each * numbers
         return torch.where(self.std_B > 0, total, torch.zeros_like(total))
 
-    def kl(self, other: Tensor, reduce: str) -> Tensor:
-        """KL to a Gaussian with the mean `other` and the same std. 0 for deterministic rows."""
-        std = rows(self.std_B, self.mean)
-        safe = torch.where(std > 0, std, torch.ones_like(std))
-        each = (self.mean - other) ** 2 / (2 * safe**2)
-        total = each.flatten(1).mean(1) if reduce == "mean" else each.flatten(1).sum(1)
-        return torch.where(self.std_B > 0, total, torch.zeros_like(total))
-
 
 def rows(values_B: Tensor, like: Tensor) -> Tensor:
     """One number per row, to be broadcast over the rest of `like`."""

@@ -17,8 +17,7 @@ from gcore.config.denoising import Denoising
 from gcore.config.tree import Config
 from gcore.content.latents import Latents
 from gcore.diffusion.denoiser import stacked, tensors_of
-from gcore.diffusion.load import check_denoiser, load_denoiser
-from gcore.diffusion.pipelines import FAMILIES, PipelineDenoiser
+from gcore.diffusion.pipelines import FAMILIES, PipelineDenoiser, check_denoiser, load_denoiser
 from gcore.generation.diffusion import DiffusionEngine
 from gcore.models.networks import LORA_A, LORA_B, adapters_of
 from gcore.prompts.conditions import ConditionTemplater
