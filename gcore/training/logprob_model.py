@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +24,7 @@ from gcore.training.context import Sharing
 from gcore.training.fused_head import Candidates, Head, Scaling, allowed_tokens, token_logprobs
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.training.varlen import rounded
-from gcore.types import Key, MicroBatch, Sample
+from gcore.types import Key, MicroBatch, Sample, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +248,27 @@ class LogprobModel(nn.Module):
         # a sum, not [:, 0]: FSDP2 warns of outputs that are views
         chosen_S = logprobs_SV.gather(-1, packed.targets_S[:, None]).sum(-1)
         return chosen_S, -(logprobs_SV.exp() * logprobs_SV).sum(-1)
+
+
+class ScoreModel(LogprobModel):
+    """The StepModel of scalar reward models, sequence-classification networks of one label: a conversation -> one
+    number. The only step of a sample is its last token (content.tokens.Tokens.split(tokens, 1)). Its output takes the
+    place of the logprob in objective.StepOutputs, so pairs of scores are trained like pairs of logprobs: preference.py.
+    """
+
+    replays = False
+
+    def check_sharing(self, num_ranks: int) -> None:
+        raise UserError("a reward model is trained without context parallelism (key: training.context_parallel)")
+
+    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> Packed:
+        packed = super().pack(micro, samples, ranks)
+        # the state after the last token, not the one that predicts it
+        return packed if packed.is_padding else replace(packed, select_S=packed.select_S + 1)
+
+    def _outputs(self, hidden_SD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+        scores_S = self.network.score(hidden_SD).float().sum(-1)  # of one label
+        return scores_S, torch.zeros_like(scores_S)
 
 
 @contextmanager
