@@ -11,7 +11,7 @@ number: the gradient is that of one process that holds the whole batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,11 +78,9 @@ class FsdpNetwork(Network):
         if self._offload:
             self.model.cpu()
 
-    @contextmanager
-    def passes(self) -> Iterator[Any]:
+    def passes(self) -> AbstractContextManager[Any]:
         """The model, for passes without gradients. The reference chooses its experts itself."""
-        with own_experts(self.on_device()) if self.optimizer is None else nullcontext(self.on_device()) as model:
-            yield model
+        return own_experts(self.on_device()) if self.optimizer is None else nullcontext(self.on_device())
 
     def step(self, lr: float) -> float:
         for gradient in (self.model.network.get_parameter(name).grad for name in self._summed):

@@ -347,12 +347,11 @@ class TrainerRank:
 
     def _dump(self, batch: TrainBatch, number: int, mini: MiniBatch) -> None:
         """Write the samples of this rank to a file. All ranks call this, because the forward pass is collective."""
-        micros, folder = mini.micro_batches, self._config.run.folder
+        micros = mini.micro_batches
         now = self.backend.outputs("policy", micros, self._data)
-        if bad_batches.may_dump(folder, self._rank):
-            samples = [self._data.samples[key] for micro in micros for row in micro.rows for key in row]
-            columns = {"logprobs": now, **{str(name): values for name, values in self._data.columns.items()}}
-            bad_batches.dump(folder, (batch.step, number + 1, self._rank), samples, columns)
+        samples = [self._data.samples[key] for micro in micros for row in micro.rows for key in row]
+        columns = {"logprobs": now, **{str(name): values for name, values in self._data.columns.items()}}
+        bad_batches.dump(self._config.run.folder, (batch.step, number + 1, self._rank), samples, columns)
 
     # ---- weights --------------------------------------------------------------------------------------------------
 

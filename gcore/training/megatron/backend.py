@@ -28,7 +28,7 @@ from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.megatron import cpu
 from gcore.training.megatron.model import Row
 from gcore.training.megatron.network import MegatronNetwork
-from gcore.training.megatron.weights import Gatherer
+from gcore.training.megatron.weights import Gatherer, fill
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_model import Compute
@@ -78,7 +78,7 @@ class MegatronBackend(Backend):
         if name == "reference" or new.open is None:
             network.copy(self.networks["policy"])
         else:
-            network.fill(new.open(empty))
+            fill(network.parameters, new.open(empty))
         return network.freeze() if name == "reference" else network.train(self._settings_of(name))
 
     # ---- computation ----------------------------------------------------------------------------------------------

@@ -175,10 +175,3 @@ def build(
 
 def _unchanged(hidden: Tensor, **options: Any) -> tuple[Tensor, None]:
     return hidden, None
-
-
-def output_weight(chunk: Any) -> Tensor:
-    """Of the last chunk: this rank's rows of the output matrix."""
-    tied = chunk.share_embeddings_and_output_weights
-    weight: Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-    return weight

@@ -26,7 +26,6 @@ from gcore.training.megatron import cpu, model
 from gcore.training.megatron.optimizer import DistributedAdamW
 from gcore.training.megatron.weights import fill, parameters_of
 from gcore.types import Topology
-from gcore.weights.pretrained import Read
 
 LOGITS_AT_ONCE = 1 << 26  # elements on a rank
 
@@ -72,9 +71,6 @@ class MegatronNetwork(Network):
 
     # ---- values ---------------------------------------------------------------------------------------------------
 
-    def fill(self, read: Read) -> None:
-        fill(self.parameters, read)
-
     @torch.no_grad()
     def copy(self, source: MegatronNetwork) -> None:
         """The weights of another network of the same layout; a value head becomes zero. Before `train`."""
@@ -91,7 +87,8 @@ class MegatronNetwork(Network):
         hidden_SD, last = hidden.flatten(0, 1)[packed.select_S], self.chunks[-1]
         if self.is_critic:
             return packed.joined(hidden_SD.float() @ last.score.weight[0].float())
-        weight_VD = model.output_weight(last)
+        tied = last.share_embeddings_and_output_weights
+        weight_VD = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight  # this rank's rows
         first = parallel_state.get_tensor_model_parallel_rank() * len(weight_VD)
         head = Head(
             max(1, LOGITS_AT_ONCE // len(weight_VD)),
@@ -118,7 +115,7 @@ class MegatronNetwork(Network):
 
     def load(self, weights: Path, moments: Path) -> None:
         files = ShardFiles(weights)
-        self.fill(files.part)
+        fill(self.parameters, files.part)
         if self.optimizer is None:
             return
         with torch.no_grad():
