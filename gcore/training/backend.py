@@ -33,8 +33,8 @@ from gcore.training.state import NetworkName, SavePlan, TrainedName
 from gcore.training.step_advantages import Array
 from gcore.training.step_model import Wrap
 from gcore.types import Key, MicroBatch
+from gcore.weights.bucket import Parameter
 from gcore.weights.pretrained import Read
-from gcore.weights.publisher import Parameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from gcore.training.objective import Metrics, Objective, StepData, step_columns,
 from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_model import Compute
 from gcore.types import Key, MicroBatch, Topology
-from gcore.weights.publisher import Parameter
+from gcore.weights.bucket import Parameter
 
 
 class MegatronBackend(Backend):
