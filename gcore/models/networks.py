@@ -267,14 +267,9 @@ def load_scorer(
 ) -> PreTrainedModel:
     """A sequence-classification model with one label, in eval mode. A model for serving must be trained already.
 
-    `new_head` is for training: a causal language model gets a seeded head, and `model.build` is allowed. The padding
+    `new_head` is for training: a causal language model gets a seeded head. So is `model.build`. The padding
     token comes from the tokenizer in training, and if config.json has none.
     """
-    if model.build is not None and not (new_head and tokenizer is not None):
-        raise UserError(
-            "model.build: a scorer with random weights is useless; expected model.path (objective=reward_model "
-            "trains one)"
-        )
     if model.build is not None:
         network = build_network(model.build, tokenizer, seed, scorer=True)
     else:

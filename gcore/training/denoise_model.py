@@ -80,9 +80,6 @@ class DenoiseModel(nn.Module):
     def checkpoint_activations(self) -> None:
         self.network.checkpoint_activations()
 
-    def check_sharing(self, num_ranks: int) -> None:
-        raise UserError("training.context_parallel: not for diffusion models; expected 1")
-
     # ---- samples to tensors ---------------------------------------------------------------------------------------
 
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: RowGroup) -> PackedLatents:

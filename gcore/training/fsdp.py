@@ -136,8 +136,7 @@ class AdapterReference(Network):
 
 class FsdpBackend(Backend):
     """`shard`: ranks that share one copy of the weights. `tensor`: ranks that split each matrix. Both divide the number
-    of ranks: world = copies x shard x tensor. `context`: the largest number of data-parallel ranks that will share a
-    micro-batch, a power of two, to check at the start that they can."""
+    of ranks: world = copies x shard x tensor. `context`: see Compute."""
 
     networks: dict[NetworkName, FsdpNetwork | AdapterReference]
 
@@ -160,10 +159,8 @@ class FsdpBackend(Backend):
         offload, compiles = config.training.offload, config.training.compile
         self._offload = "none" if offload == "auto" else offload  # on GPUs, launch/build.py has decided
         compiles = device.type == "cuda" if compiles == "auto" else compiles
-        self._compute = Compute(device, dtype, compiles, tensor, config.training.context_attention)
+        self._compute = Compute(device, dtype, compiles, tensor, config.training.context_attention, context)
         self.networks[self._first] = self._make(self._first)
-        for power in range(1, context.bit_length()):
-            self._trained(self._first).model.check_sharing(2**power)
 
     # ---- networks -------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from gcore.training.context import Sharing
 from gcore.training.fused_head import Candidates, Head, Scaling, allowed_tokens, token_logprobs
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.training.varlen import rounded
-from gcore.types import Key, MicroBatch, Sample, UserError
+from gcore.types import Key, MicroBatch, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,8 @@ class LogprobModel(nn.Module):
         self.routers = routers_of(network) if self.replays else None
         self.attention = implementation(network.config)  # of rows with a mask
         attention.register()
+        for power in range(1, compute.context.bit_length()):
+            self._context_method(2**power)  # can so many ranks share a row?
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -180,9 +182,6 @@ class LogprobModel(nn.Module):
 
     def checkpoint_activations(self) -> None:
         self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    def check_sharing(self, num_ranks: int) -> None:
-        self._context_method(num_ranks)
 
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> Packed:
         if ranks.size == 1 or not micro.rows:
@@ -257,9 +256,6 @@ class ScoreModel(LogprobModel):
     """
 
     replays = False
-
-    def check_sharing(self, num_ranks: int) -> None:
-        raise UserError("a reward model is trained without context parallelism (key: training.context_parallel)")
 
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> Packed:
         packed = super().pack(micro, samples, ranks)

@@ -20,7 +20,7 @@ from gcore.models.towers import blocks_of, embed, encode, positions_of, smallest
 from gcore.training import context
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.step_model import ON_CPU, Compute
-from gcore.types import Key, MicroBatch, Sample, UserError
+from gcore.types import Key, MicroBatch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +40,8 @@ class MediaLogprobModel(LogprobModel):
         self.varlen = self.varlen and not self.traits.media_blocks
         self.encoded = 0  # media that the tower has computed
 
-    def check_sharing(self, num_ranks: int) -> None:
-        if num_ranks > 1:
-            raise UserError(
-                f"training.context_parallel={num_ranks}: ranks cannot share a sample of a model that takes media; "
-                "expected 1"
-            )
-
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> PackedMedia:
+        assert ranks.size == 1, "modalities/media_keys.py refuses samples that are shared by ranks"
         packed, config = super().pack(micro, samples, ranks), self.network.config
         tokens_RW, first = packed.tokens_RW, 0
         axes, places, media = len(positions_of(config, 0, ())), list[Tensor](), list[Media]()

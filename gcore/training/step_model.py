@@ -30,6 +30,7 @@ class Compute:
     compiled: bool = False
     tensor_size: int = 1  # ranks that split each matrix
     context_attention: Literal["auto", "ulysses", "ring"] = "auto"
+    context: int = 1  # the largest number of ranks that will share a micro-batch, a power of two
 
 
 ON_CPU = Compute(torch.device("cpu"), torch.float32)
@@ -72,9 +73,6 @@ class StepModel(Protocol):
 
     def checkpoint_activations(self) -> None:
         """Recompute the layers in the backward pass."""
-
-    def check_sharing(self, num_ranks: int) -> None:
-        """Raise UserError if this number of ranks cannot compute a sample together."""
 
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: RowGroup) -> StepBatch:
         """`ranks`: those that compute the micro-batch together."""

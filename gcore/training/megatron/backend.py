@@ -37,8 +37,8 @@ from gcore.weights.bucket import Parameter
 
 
 class MegatronBackend(Backend):
-    """`new`: networks without weights, for names, shapes and configuration, and their starting weights. `context`: as
-    in FsdpBackend."""
+    """`new`: networks without weights, for names, shapes and configuration, and their starting weights. `context`: see
+    Compute."""
 
     def __init__(
         self,
@@ -64,10 +64,8 @@ class MegatronBackend(Backend):
             create_gloo_process_groups=False,
         )
         self.networks["policy"] = policy = self._make("policy")
-        compute = Compute(device, dtype, False, topology.tensor, config.training.context_attention)
+        compute = Compute(device, dtype, False, topology.tensor, config.training.context_attention, context)
         self._packer = LogprobModel(policy.empty, compute)  # only packs: its network has no weights
-        for power in range(1, context.bit_length()):
-            self._packer.check_sharing(2**power)
         self._context_groups = ContextGroups(topology.data_parallel, topology.tensor, topology.pipeline)
         self._gatherer = Gatherer(policy.parameters, policy.empty, device)
 
