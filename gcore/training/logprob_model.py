@@ -159,7 +159,7 @@ class LogprobModel(nn.Module):
 
     def __init__(self, network: Any, compute: Compute = ON_CPU) -> None:
         super().__init__()
-        self.network, self.compute, self.compiled = network, compute, compute.compiled
+        self.network, self.compute = network, compute
         self.varlen = varlen.usable(network, compute.device, compute.dtype)
         self.traits = traits_of(network.config)
         self.routers = routers_of(network) if self.replays else None
@@ -221,13 +221,13 @@ class LogprobModel(nn.Module):
         head = self.network.get_output_embeddings()
         weight_VD = head.weight
         chunk = max(1, LOGITS_AT_ONCE // len(weight_VD))
-        if len(hidden_SD) <= chunk and not self.compiled:
+        if len(hidden_SD) <= chunk and not self.compute.compiled:
             return self._score(head(hidden_SD), packed)
         if head.bias is not None:  # as the weights of one more feature
             hidden_SD, weight_VD = pad(hidden_SD, (0, 1), value=1.0), torch.cat([weight_VD, head.bias[:, None]], 1)
         scaling = Scaling(self.traits.scale, self.traits.cap, self.traits.forbidden)
         # compiled: one copy in half precision instead of four in float32
-        in_chunks = Head(4 * chunk if self.compiled else chunk, scaling, self.compiled)
+        in_chunks = Head(4 * chunk if self.compute.compiled else chunk, scaling, self.compute.compiled)
         asked = packed.targets_S, packed.temperature_S, packed.sampling_mask
         return token_logprobs(in_chunks, hidden_SD, weight_VD, *asked)
 

@@ -156,7 +156,8 @@ class MegatronBackend(Backend):
 
         def forward_step(data: Iterator[Packed], chunk: Any, *rest: Any) -> tuple[Tensor, Callable[..., Any]]:
             packed = next(data)
-            output = chunk(packed.tokens_RW, packed.positions_RW, None, packed_seq_params=Row.of(packed))
+            row = Row(qkv_format="sbhd", packed=packed)  # not "thd", which would need Transformer Engine
+            output = chunk(packed.tokens_RW, packed.positions_RW, None, packed_seq_params=row)
             return output, partial(use, packed)
 
         iterators = [iter(batches) for _ in chunks]
