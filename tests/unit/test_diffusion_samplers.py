@@ -201,7 +201,12 @@ def test_demonstrations_are_noised_as_the_sampler_expects(sampler):
     uniform = schedule.time[index] + (5e-4 if sampler == "ddim" else 0)
     x, times, target = noised(spec, clean, noise, uniform)
     assert torch.allclose(times.double(), schedule.time[index])
-    expected = schedule.signal[index].view(-1, 1) * clean + schedule.noise[index].view(-1, 1) * noise
+    signal, scale = 1 - times.double(), times.double()
+    if sampler == "ddim":
+        betas = np.linspace(spec.betas[0] ** 0.5, spec.betas[1] ** 0.5, 1000) ** 2
+        kept = torch.from_numpy(np.cumprod(1 - betas))[(times * 1000).round().long()]
+        signal, scale = kept.sqrt(), (1 - kept).sqrt()
+    expected = signal.view(-1, 1) * clean + scale.view(-1, 1) * noise
     assert torch.allclose(x.double(), expected, atol=1e-5)
     for row, step in enumerate(index.tolist()):
         y = x[row : row + 1]
