@@ -43,7 +43,7 @@ class Denoiser(nn.Module):
         """One prediction per row, in float32; `condition`: one row each."""
         raise NotImplementedError
 
-    def encode(self, prompts: Sequence[str], guided: bool) -> list[Condition]:
+    def encode(self, prompt: str, guided: bool) -> Condition:
         """`guided`: also the condition without a prompt."""
         raise NotImplementedError
 
@@ -108,18 +108,18 @@ class BuiltDenoiser(Denoiser):
         found: Tensor = self.transformer(latents, time_B, condition["label"])
         return found.float()
 
-    def encode(self, prompts: Sequence[str], guided: bool) -> list[Condition]:
-        known = {name: number for number, name in enumerate(self.spec.classes)}
-        if unknown := [prompt for prompt in prompts if prompt not in known]:
+    def encode(self, prompt: str, guided: bool) -> Condition:
+        classes = self.spec.classes
+        if prompt not in classes:
             raise UserError(
-                f"the prompt {unknown[0]!r} is no class of the model; expected one of {self.spec.classes} "
+                f"the prompt {prompt!r} is no class of the model; expected one of {classes} "
                 "(keys: model.denoiser.classes, data.train.prompt_column)"
             )
-        empty = {EMPTY + "label": np.array(len(known))} if guided else {}
-        return [{"label": np.array(known[prompt]), **empty} for prompt in prompts]
+        empty = {EMPTY + "label": np.array(len(classes))} if guided else {}
+        return {"label": np.array(classes.index(prompt)), **empty}
 
     def empty_condition(self, guided: bool) -> Condition:
-        return self.encode(self.spec.classes[:1], guided)[0]
+        return self.encode(self.spec.classes[0], guided)
 
     def decode(self, latents: Tensor) -> np.ndarray:
         return to_pixels(latents)

@@ -10,7 +10,7 @@ Latents are always channels x (frames x) height x width. Networks that take patc
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,15 +179,11 @@ class PipelineDenoiser(Denoiser):
         return (from_patches(found, x.shape, 2) if self.family.patches else found).float()
 
     @torch.inference_mode()
-    def encode(self, prompts: Sequence[str], guided: bool) -> list[Condition]:
-        if self.pipe is None:
-            raise AssertionError("a trainer has no text encoder: the engine stores embeddings")
-        found: list[Condition] = []
-        for prompt in prompts:
-            both = {"": prompt, **({EMPTY: ""} if guided else {})}
-            parts = {prefix: self.family.encode(self.pipe, text) for prefix, text in both.items()}
-            found.append({prefix + n: _array(value) for prefix, part in parts.items() for n, value in part.items()})
-        return found
+    def encode(self, prompt: str, guided: bool) -> Condition:
+        assert self.pipe is not None, "a trainer has no text encoder: the engine stores embeddings"
+        texts = {"": prompt, **({EMPTY: ""} if guided else {})}
+        parts = {prefix: self.family.encode(self.pipe, text) for prefix, text in texts.items()}
+        return {prefix + n: _array(value) for prefix, part in parts.items() for n, value in part.items()}
 
     def empty_condition(self, guided: bool) -> Condition:
         shapes = self.family.shapes(self.transformer.config)

@@ -117,7 +117,7 @@ class DenoiseModel(nn.Module):
     def _condition(self, content: Latents) -> Condition:
         if content.condition:
             return {name: np.asarray(ref.read()) for name, ref in content.condition}
-        return self.network.encode([content.prompt], self.guided)[0]
+        return self.network.encode(content.prompt, self.guided)
 
     @property
     def guided(self) -> bool:
