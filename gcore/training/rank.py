@@ -34,9 +34,8 @@ from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightP
 from gcore.threads import use_threads
 from gcore.training import bad_batches, objective, preference
 from gcore.training.backend import Backend
-from gcore.training.coefficients import Coefficients
 from gcore.training.objective import ENTROPY, KL, UPDATE_KL, ColumnName, Objective, StepData
-from gcore.training.schedule import learning_rate_of, peak_of
+from gcore.training.schedule import Coefficients, learning_rate_of, peak_of
 from gcore.training.shards import local_of, part_of
 from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_advantages import GlobalSums, explained_variance, step_targets
