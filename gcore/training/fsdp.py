@@ -91,13 +91,14 @@ class FsdpNetwork(Network):
     def shards(self) -> list[Shard]:
         return state.shards_of(self.parameters)
 
+    def _moments(self) -> dict[str, Tensor]:
+        """Of the parameters that were updated, with the number of updates."""
+        held = self.optimizer.state
+        updated = {name: held[parameter] for name, parameter in self.parameters.items() if parameter in held}
+        return {f"{name}/{part}": entry[part] for name, entry in updated.items() for part in ("step", *MOMENTS)}
+
     def moments(self) -> list[Shard]:
-        entries = dict[str, Tensor]()
-        for name, parameter in self.parameters.items():
-            if entry := self.optimizer.state.get(parameter):
-                entries[f"{name}/step"] = torch.as_tensor(entry["step"])
-                entries |= {f"{name}/{moment}": entry[moment] for moment in MOMENTS}
-        return state.shards_of(entries)
+        return state.shards_of(self._moments())
 
     def load(self, weights: Path, moments: Path) -> None:
         reshard(self.model)  # else a pass could use gathered weights of before
@@ -106,13 +107,12 @@ class FsdpNetwork(Network):
             return
         self.optimizer.drop_gradients()
         self.optimizer.clear()
-        saved, entries = shapes(moments) if moments.is_dir() else {}, dict[str, Tensor]()
+        saved = shapes(moments) if moments.is_dir() else {}
         for name, parameter in self.parameters.items():
             if f"{name}/step" in saved:
-                new = self.optimizer.new_state(parameter)
-                entries |= {f"{name}/{moment}": value for moment, value in new.items()}
-        if entries:
-            state.fill(moments, entries)
+                self.optimizer.add_state(parameter)
+        if saved:
+            state.fill(moments, self._moments())
 
 
 class AdapterReference(Network):
