@@ -62,10 +62,13 @@ class Denoiser(nn.Module):
         """Weights and buffers that only engines have: text encoders and VAE. They never change."""
         return []
 
+    def is_guided(self, guidance: float) -> bool:
+        """By classifier-free guidance: two predictions. Else there is none, or the network takes the number itself."""
+        return guidance != 1 and not self.embeds_guidance
+
     def forward(self, latents: Tensor, time_B: Tensor, condition: Mapping[str, Tensor], guidance: float) -> Tensor:
-        """With classifier-free guidance: two predictions in one batch, unless the network takes the number itself."""
         own = {name: value for name, value in condition.items() if not name.startswith(EMPTY)}
-        if guidance == 1 or self.embeds_guidance:
+        if not self.is_guided(guidance):
             return self.predict(latents, time_B, own, guidance)
         both = {name: torch.cat([value, condition[EMPTY + name]]) for name, value in own.items()}
         found = self.predict(torch.cat([latents, latents]), torch.cat([time_B, time_B]), both, 1.0)
