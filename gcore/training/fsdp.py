@@ -27,7 +27,6 @@ from gcore.models.towers import takes_media, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import lora, state, tensor_parallel
 from gcore.training.backend import Backend, Network, NewNetwork
-from gcore.training.context import ContextGroups
 from gcore.training.logprob_model import own_experts
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.optimizer import MOMENTS, Optimizer
@@ -150,16 +149,14 @@ class FsdpBackend(Backend):
         tensor: int = 1,
         context: int = 1,
     ) -> None:
-        super().__init__(config, new, device, copies=tensor)
-        world = dist.get_world_size()
-        self._dtype, self._shard_size, self._data_size = dtype, shard, world // tensor
-        shape = (world // shard // tensor, shard, tensor)
+        compiles = device.type == "cuda" if config.training.compile == "auto" else config.training.compile
+        compute = Compute(device, dtype, compiles, tensor, config.training.context_attention, context)
+        super().__init__(config, new, compute)
+        shape = (self._data_size // shard, shard, tensor)
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "tensor"))
-        self._context_groups = ContextGroups(self._data_size, tensor)
-        offload, compiles = config.training.offload, config.training.compile
+        offload = config.training.offload
         self._offload = "none" if offload == "auto" else offload  # on GPUs, launch/build.py has decided
-        compiles = device.type == "cuda" if compiles == "auto" else compiles
-        self._compute = Compute(device, dtype, compiles, tensor, config.training.context_attention, context)
+        self._shard_size = shard
         self.networks[self._first] = self._make(self._first)
 
     # ---- networks -------------------------------------------------------------------------------------------------
@@ -171,9 +168,9 @@ class FsdpBackend(Backend):
         network = new.make()
         if name == "reference":  # it has no gradients and no optimizer, so the compute dtype is enough
             for parameter in network.parameters():
-                parameter.data = parameter.data.to(self._dtype)
+                parameter.data = parameter.data.to(self._compute.dtype)
         elif name == "policy" and self._config.model.lora is not None:
-            self._adapters = lora.adapt(network, self._config.model.lora, seed, self._dtype)
+            self._adapters = lora.adapt(network, self._config.model.lora, seed, self._compute.dtype)
         model, summed = self._shard(network, new.wrap)
         if name == "reference" or (new.open is None and name != self._first):
             copy_weights(model, self._trained("policy").model, self.device)
@@ -202,7 +199,7 @@ class FsdpBackend(Backend):
         if self._config.training.activation_checkpointing is True:
             model.checkpoint_activations()
         summed = tensor_parallel.split(network, self._mesh["tensor"]) if self._compute.tensor_size > 1 else ()
-        mixed = mixed_precision(self._dtype)
+        mixed = mixed_precision(self._compute.dtype)
         mesh = self._mesh["copies", "shards"] if self._mesh.size(0) > 1 else self._mesh["shards"]
         layers = model.layers
         if self._compute.compiled:

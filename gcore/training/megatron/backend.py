@@ -23,7 +23,6 @@ from torch import Tensor
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training.backend import Backend, NewNetwork
-from gcore.training.context import ContextGroups
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.megatron import cpu
 from gcore.training.megatron.model import Row
@@ -49,11 +48,12 @@ class MegatronBackend(Backend):
         topology: Topology,
         context: int = 1,
     ) -> None:
-        super().__init__(config, new, device, copies=topology.tensor * topology.pipeline)
+        compute = Compute(device, dtype, False, topology.tensor, config.training.context_attention, context)
+        super().__init__(config, new, compute, topology.pipeline)
         if device.type == "cpu":
             cpu.patch()
         cpu.without_transformer_engine()
-        self._dtype, self._topology = dtype, topology
+        self._topology = topology
         parallel_state.destroy_model_parallel()  # of an earlier backend in this process
         parallel_state.initialize_model_parallel(
             topology.tensor,
@@ -64,15 +64,13 @@ class MegatronBackend(Backend):
             create_gloo_process_groups=False,
         )
         self.networks["policy"] = policy = self._make("policy")
-        compute = Compute(device, dtype, False, topology.tensor, config.training.context_attention, context)
         self._packer = LogprobModel(policy.empty, compute)  # only packs: its network has no weights
-        self._context_groups = ContextGroups(topology.data_parallel, topology.tensor, topology.pipeline)
         self._gatherer = Gatherer(policy.parameters, policy.empty, device)
 
     def _make(self, name: NetworkName) -> MegatronNetwork:
         new, recompute = self._new_of(name), self._config.training.activation_checkpointing is True
         empty = new.make()
-        network = MegatronNetwork(empty, self._topology, self.device, self._dtype, recompute, critic=name == "critic")
+        network = MegatronNetwork(empty, self._topology, self._compute, recompute, critic=name == "critic")
         if name == "reference" or new.open is None:
             network.copy(self.networks["policy"])
         else:
@@ -131,7 +129,7 @@ class MegatronBackend(Backend):
             if context := contexts.get(id(packed)):  # else a batch that only fills the schedule
                 metrics.append({name: part.shared_by(context) for name, part in parts.items()})
             # Megatron divides by the number of micro-batches, and averages over data-parallel ranks.
-            return loss * (self._topology.data_parallel * len(batches)), {}
+            return loss * (self._data_size * len(batches)), {}
 
         self._run(trained.wrapped, batches, loss_of, forward_only=False)
         shared = [to_metrics(metrics)]

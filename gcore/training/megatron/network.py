@@ -25,6 +25,7 @@ from gcore.training.logprob_model import Packed
 from gcore.training.megatron import cpu, model
 from gcore.training.megatron.optimizer import DistributedAdamW
 from gcore.training.megatron.weights import fill, parameters_of
+from gcore.training.step_model import Compute
 from gcore.types import Topology
 
 LOGITS_AT_ONCE = 1 << 26  # elements on a rank
@@ -33,22 +34,20 @@ LOGITS_AT_ONCE = 1 << 26  # elements on a rank
 class MegatronNetwork(Network):
     """`empty`: the Hugging Face network without weights. `critic`: it predicts values."""
 
-    def __init__(
-        self, empty: Any, topology: Topology, device: torch.device, dtype: torch.dtype, recompute: bool, critic: bool
-    ) -> None:
+    def __init__(self, empty: Any, topology: Topology, compute: Compute, recompute: bool, critic: bool) -> None:
         model.check(empty)
         self.empty, self.is_critic = empty, critic
-        self._tensor, self._device, self._dtype = topology.tensor, device, dtype
+        self._compute, device = compute, compute.device
         self._vocab = empty.config.vocab_size
         padded = -(-self._vocab // topology.tensor) * topology.tensor
-        self._bridge = model.bridge_of(empty, topology, dtype, recompute, device.type == "cpu")
+        self._bridge = model.bridge_of(empty, topology, compute.dtype, recompute, device.type == "cpu")
         with self._building():
             self.chunks = model.build(self._bridge, empty, padded, topology.virtual, device, critic)
         self.parameters = parameters_of(self.chunks, self._bridge, empty)
         self.wrapped: list[Any] = []
 
     def _building(self) -> Any:
-        return cpu.building() if self._device.type == "cpu" else nullcontext()
+        return cpu.building() if self._compute.device.type == "cpu" else nullcontext()
 
     def train(self, training: Training) -> MegatronNetwork:
         """With gradients and an optimizer. Call it when the weights are there."""
@@ -60,7 +59,7 @@ class MegatronNetwork(Network):
                 DistributedDataParallel(settings, ddp, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(self.chunks)
             ]
-            half = self._dtype == torch.bfloat16
+            half = self._compute.dtype == torch.bfloat16
             self.optimizer = DistributedAdamW(self.wrapped, self.parameters, training, half)
         return self
 
@@ -92,7 +91,7 @@ class MegatronNetwork(Network):
         first = parallel_state.get_tensor_model_parallel_rank() * len(weight_VD)
         head = Head(
             max(1, LOGITS_AT_ONCE // len(weight_VD)),
-            group=parallel_state.get_tensor_model_parallel_group() if self._tensor > 1 else None,
+            group=parallel_state.get_tensor_model_parallel_group() if self._compute.tensor_size > 1 else None,
             first=first,
             size=max(0, min(len(weight_VD), self._vocab - first)),
         )
