@@ -67,8 +67,8 @@ class FlowTransformer(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, condition)
         shift, scale = self.modulation(condition)[:, None].chunk(2, -1)
-        found = self.head(self.norm(hidden) * (1 + scale) + shift)
-        return from_patches(found, latents.shape, self.spec.patch_size)
+        prediction = self.head(self.norm(hidden) * (1 + scale) + shift)
+        return from_patches(prediction, latents.shape, self.spec.patch_size)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> FlowTransformer:

@@ -174,9 +174,9 @@ class PipelineDenoiser(Denoiser):
         scale = torch.full((len(latents),), guidance, device=latents.device) if self.embeds_guidance else None
         x = latents.to(dtype)
         arguments = self.family.arguments(x, time_B, cast, scale)
-        given = to_patches(x, 2) if self.family.patches else x
-        found: Tensor = self.transformer(hidden_states=given, **arguments, return_dict=False)[0]
-        return (from_patches(found, x.shape, 2) if self.family.patches else found).float()
+        inputs = to_patches(x, 2) if self.family.patches else x
+        prediction: Tensor = self.transformer(hidden_states=inputs, **arguments, return_dict=False)[0]
+        return (from_patches(prediction, x.shape, 2) if self.family.patches else prediction).float()
 
     @torch.inference_mode()
     def encode(self, prompt: str, guided: bool) -> Condition:
@@ -201,14 +201,13 @@ class PipelineDenoiser(Denoiser):
     def _decode(self, latents: Tensor) -> np.ndarray:
         vae = self.pipe.vae
         latents = latents.to(vae.dtype)
-        if hasattr(vae.config, "latents_mean") and vae.config.latents_mean is not None:  # per channel: Qwen-Image, Wan
+        if getattr(vae.config, "latents_mean", None) is not None:  # per channel: Qwen-Image, Wan
             mean, std = (
                 torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
                 for values in (vae.config.latents_mean, vae.config.latents_std)
             )
             video = latents if self.family.is_video else latents[:, :, None]
-            found = vae.decode(video * std + mean, return_dict=False)[0]
-            pixels = to_pixels(found)
+            pixels = to_pixels(vae.decode(video * std + mean, return_dict=False)[0])
             return pixels if self.family.is_video else pixels[:, 0]
         shift = vae.config.shift_factor or 0.0
         return to_pixels(vae.decode(latents / vae.config.scaling_factor + shift, return_dict=False)[0])
