@@ -96,14 +96,11 @@ def _layer_lists(network: Any, parts: Sequence[str]) -> tuple[str, ...]:
 
 def adapters_in(folder: Path, model: Model) -> Adapters | None:
     """Same as `adapters_of`, for the network in a folder, without loading its weights. Only a policy has adapters."""
-    from transformers import AutoConfig
-
     if (lora := getattr(model, "lora", None)) is None:
         return None
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, **options)
+    config = _read_config(model, folder)
     with torch.device("meta"):
-        return adapters_of(auto_class(config).from_config(config, **options), lora)
+        return adapters_of(auto_class(config).from_config(config, trust_remote_code=model.trust_remote_code), lora)
 
 
 def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
@@ -306,12 +303,8 @@ def longest_text(scorer: PreTrainedModel) -> int:
 
 def _config(model: Model, max_length: int | None) -> Any:
     """Raises UserError for an unsupported model."""
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(
-            str(model_folder(model)), trust_remote_code=model.trust_remote_code, local_files_only=True
-        )
+        config = _read_config(model, model_folder(model))
         traits_of(config)
         check_length(config, max_length)
         return config
@@ -319,6 +312,12 @@ def _config(model: Model, max_length: int | None) -> Any:
         raise
     except (OSError, ValueError, KeyError) as error:
         raise _unloadable(model, error) from error
+
+
+def _read_config(model: Model, folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(folder), trust_remote_code=model.trust_remote_code, local_files_only=True)
 
 
 def _options(model: Model, config: Any) -> dict[str, Any]:
@@ -372,13 +371,13 @@ def _unloadable(model: Model, error: Exception, kind: str = "causal language mod
 
 def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     """Transformers initializes missing weights at random: right for a new head, an error for all other weights."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     prefix, expected = f"model.path={model.path}", "expected a sequence-classification model with one label"
-    folder = str(model_folder(model, weights=True))
+    folder = model_folder(model, weights=True)
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(folder, **options)
+        config = _read_config(model, folder)
         if any("SequenceClassification" in name for name in config.architectures or ()):
             if config.num_labels != 1:
                 raise UserError(f"{prefix}: has {config.num_labels} labels; {expected}")
@@ -388,7 +387,7 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=torch.float32, num_labels=1, output_loading_info=True, **attention, **options
+                str(folder), dtype=torch.float32, num_labels=1, output_loading_info=True, **attention, **options
             )
     except UserError:
         raise
