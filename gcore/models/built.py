@@ -14,29 +14,19 @@ if TYPE_CHECKING:
 
 
 def build_network(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) -> PreTrainedModel:
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        LlamaConfig,
-        Qwen2Config,
-        Qwen3Config,
-        Qwen3MoeConfig,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    families = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
-    experts: dict[str, Any] = {}
+    sizes, family = _decoder_sizes(build, tokenizer), None if scorer else built_family(build)
     if build.architecture == "qwen3_moe":
-        experts = {"num_experts": build.experts, "num_experts_per_tok": build.active_experts, "norm_topk_prob": True}
-        experts |= {"moe_intermediate_size": build.intermediate_size, "decoder_sparse_step": 1}
-    sizes: dict[str, Any] = _decoder_sizes(build, tokenizer)
-    family = None if scorer else built_family(build)
+        sizes |= {"num_experts": build.experts, "num_experts_per_tok": build.active_experts, "norm_topk_prob": True}
+        sizes |= {"moe_intermediate_size": build.intermediate_size, "decoder_sparse_step": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network: PreTrainedModel
         if family is not None:
             network = module_of(family).build_network(build, tokenizer, sizes)
             return network
-        config: Any = families[build.architecture](**sizes, attn_implementation="sdpa", **experts)
+        config: Any = AutoConfig.for_model(build.architecture, **sizes, attn_implementation="sdpa")
         if scorer:
             config.num_labels = 1
         network = (AutoModelForSequenceClassification if scorer else AutoModelForCausalLM).from_config(config)
