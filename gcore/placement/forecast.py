@@ -17,11 +17,12 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from gcore.config.sampling import MAX_OVERSAMPLING, acceptance_rate
 from gcore.placement.forecast_pools import RolePool, RolePools
-from gcore.placement.grid import POLICY, Move, Split, neighbours
+from gcore.placement.grid import POLICY, Move, Split, best_split
 from gcore.placement.rules import LEAST_RATE, Costs, Rule, View, arranged, request_limit, with_needed
 
 MAX_GROUPS = 64  # groups simulated per step; with more, each represents several
@@ -32,14 +33,13 @@ FORECAST_POLL_SHARE = 0.025  # of a rollout between two polls: less often than i
 MAX_IDLE_POLLS = 400  # polls without an event: the rule never ends this rollout
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutTimes:
+class RolloutTimes(NamedTuple):
     """RolloutTimes(seconds=98.0, generating_s=61.0, switching_s=2.4, turns=1)"""
 
     seconds: float  # inf: the rollout never ends
     generating_s: float  # while responses are generated
     switching_s: float  # while all blocks change their owner
-    turns: int  # how often they do
+    turns: float  # how often they do
 
 
 class Forecast:
@@ -72,9 +72,6 @@ class Forecast:
         if split not in self._static:
             self._static[split] = _RolloutModel(self, split, None, poll_interval_s).run()
         return self._static[split]
-
-    def seconds(self, split: Split, rule: Rule | None = None, poll_interval_s: float = 1.0) -> float:
-        return self.times(split, rule, poll_interval_s).seconds
 
     def start_after(self, split: Split) -> Forecast:
         """From now on forecast the rollout after one with this split: groups that it aborted, mostly long ones, start
@@ -276,25 +273,20 @@ def poll_interval_s(expected_s: float) -> float:
     return max(POLL_INTERVAL_S, FORECAST_POLL_SHARE * expected_s)
 
 
-def mean_seconds(
+def mean_times(
     forecasts: Sequence[Forecast], split: Split, rule: Rule | None = None, poll_interval_s: float = 1.0
-) -> float:
-    return sum(forecast.seconds(split, rule, poll_interval_s) for forecast in forecasts) / len(forecasts)
+) -> RolloutTimes:
+    """Of forecasts of one rollout with different seeds."""
+    times = [forecast.times(split, rule, poll_interval_s) for forecast in forecasts]
+    return RolloutTimes(*(sum(values) / len(values) for values in zip(*times, strict=True)))
 
 
 def best_static_split(forecasts: Sequence[Forecast], near: Split, stride: int) -> tuple[float, Split]:
-    """The split with the shortest rollout without moves, and its seconds. Local search from `near`: `stride` blocks
-    change their role, then fewer."""
+    """The split with the shortest rollout without moves, and its seconds. `stride`: of the search from `near`."""
     first = forecasts[0]
-    best, best_s = near, mean_seconds(forecasts, near)
-    tried = {tuple(near.counts().items())}
-    while stride:
-        last = best
-        for split in (first.arranged(other) for other in neighbours(last, first.costs.grid, stride)):
-            if (key := tuple(split.counts().items())) not in tried:
-                tried.add(key)
-                if (seconds := mean_seconds(forecasts, split)) < best_s:
-                    best, best_s = split, seconds
-        if best == last:
-            stride //= 2
-    return best_s, best
+
+    def seconds(split: Split) -> float:
+        return mean_times(forecasts, first.arranged(split)).seconds
+
+    best = best_split(near, first.costs.grid, stride, seconds)
+    return seconds(best), first.arranged(best)

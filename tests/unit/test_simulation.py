@@ -13,12 +13,12 @@ import pytest
 from gcore.cli import main
 from gcore.observe.page_data import read_recording
 from gcore.placement.baselines import ColocatedRule, StaticRule
-from gcore.placement.grid import POLICY, Move, Split, split_by
+from gcore.placement.grid import POLICY, Move, Split, shares, split_by
 from gcore.placement.guard import DynamicRule
 from gcore.placement.meters import quantiles
 from gcore.simulate import run as runs
 from gcore.simulate.cluster import PromptCursor, Simulation, State, expected_view, first_state
-from gcore.simulate.run import NAMES, evenly, simulate
+from gcore.simulate.run import NAMES, simulate
 from gcore.simulate.scenario import (
     CHUNK,
     Drift,
@@ -109,7 +109,7 @@ def test_invariants(name, seed):
     case = scenario(seed=seed)
     rule = runs.rule_of(name, case)
     view = expected_view(case, first_state(case))
-    simulation, found = rollout(case, rule.begin(view, case.costs(1), evenly(case.grid), None), rule)
+    simulation, found = rollout(case, rule.begin(view, case.costs(1), shares(case.grid), None), rule)
     assert simulation.kept == case.prompts and len(found.lengths) == case.prompts * case.samples
     assert found.drawn == simulation.kept + simulation.dropped + simulation.running
     generating = simulation.running - simulation.judging
