@@ -25,8 +25,7 @@ from gcore.placement.grid import POLICY
 from gcore.planner.inputs import WIDTHS, at_least_one
 from gcore.planner.inputs import Constraints as Constraints
 from gcore.planner.inputs import Workload as Workload
-from gcore.planner.rollouts import Rollouts
-from gcore.planner.steps import Case, Estimate, Mode, colocated, estimate
+from gcore.planner.steps import Case, Estimate, Mode, Rollouts, colocated, estimate
 
 MIN_SEQUENCES = 32  # at the mean context; with a smaller KV cache a replica is too slow
 WIDTHS_TRIED = 2  # per role: the smallest width that fits, and the next
