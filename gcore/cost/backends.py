@@ -114,16 +114,15 @@ def _megatron(shape: Shape, gpu: Gpu, topology: Topology, work: Work, checkpoint
     micros = max(1, math.ceil(work.tokens / topology.data_parallel / work.micro_tokens))
     waiting = (topology.pipeline - 1) / micros / topology.virtual  # of the 1F1B schedule, per unit of work
     reach = REACH.training_recomputed if checkpointing else REACH.training
-    compute_s = UPDATE * work.tokens * shape.forward_flops(work.context) / (topology.ranks * gpu.tflops * 1e12 * reach)
-    own = work.tokens / topology.data_parallel / topology.pipeline  # tokens x layers that a rank computes, / layers
-    seconds = compute_s + _tensor_s(shape, gpu, topology.tensor, own, checkpointing)
-    seconds += _expert_s(shape, gpu, topology, own, checkpointing)
+    tokens = work.tokens / topology.data_parallel / topology.pipeline  # x layers that a rank computes, / layers
+    seconds = gpu.compute_s(UPDATE * work.tokens * shape.forward_flops(work.context), reach, topology.ranks)
+    seconds += _tensor_s(shape, gpu, topology.tensor, tokens, checkpointing)
+    seconds += _expert_s(shape, gpu, topology, tokens, checkpointing)
     seconds *= 1 + waiting
     dense, experts = parameters_of_rank(shape, topology)
     reduced = 6.0 * (dense + experts)  # gradients are scattered in float32, weights gathered in bfloat16, once
-    seconds += reduced / (gpu.collective_gb_s(topology.data_parallel * topology.tensor) * GB * REACH.link)
-    state = 2 * 12.0 * (dense / topology.data_parallel + experts / _expert_copies(topology))
-    seconds += state / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
+    seconds += gpu.collective_s(reduced, topology.data_parallel * topology.tensor)
+    seconds += gpu.memory_s(2 * 12.0 * (dense / topology.data_parallel + experts / _expert_copies(topology)))
     parts = megatron_memory(shape, topology, work.micro_tokens, checkpointing, work.kl, micros)
     return Layout("megatron", topology.ranks, topology, checkpointing, parts, seconds, waiting / (1 + waiting))
 
@@ -131,8 +130,7 @@ def _megatron(shape: Shape, gpu: Gpu, topology: Topology, work: Work, checkpoint
 def _tensor_s(shape: Shape, gpu: Gpu, tensor: int, tokens: float, checkpointing: bool) -> float:
     """Seconds of the all-reduces of `tokens` hidden states: two per layer and pass, which nothing overlaps."""
     passes = 3 if checkpointing else 2
-    sent = passes * 2 * shape.layers * tokens * shape.hidden * 2 * 2 * (tensor - 1) / tensor
-    return sent / (gpu.collective_gb_s(tensor) * GB * REACH.link)
+    return gpu.collective_s(passes * 2 * shape.layers * tokens * shape.hidden * 2 * 2 * (tensor - 1) / tensor, tensor)
 
 
 def _expert_s(shape: Shape, gpu: Gpu, topology: Topology, tokens: float, checkpointing: bool) -> float:

@@ -133,13 +133,13 @@ class DenoisingPlan:
 def plan_denoiser(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> DenoisingPlan:
     if gpus < 1:
         raise UserError(f"--gpus {gpus}: expected at least 1")
-    number, rate = work.prompts * work.samples, gpu.tflops * 1e12 * gpus
+    number = work.prompts * work.samples
     seconds = {
         "text encoder": encoder_s(shape, gpu) * max(shape.text, TEXT) * (work.prompts + 1) / gpus,
         "generation": number * work.steps * denoising_step_s(shape, gpu, work) / gpus,
         "VAE": number * vae_s(shape, gpu, work) / gpus,
-        **_training(shape, rate, work),
-        "weights": shape.parameters * SERVED_BYTES / (gpu.nvlink_gb_s * GB * REACH.link),
+        **training_times(shape, gpu, gpus, work),
+        "weights": gpu.collective_s(SERVED_BYTES * shape.parameters, gpu.per_node),  # within a machine
     }
     state = STATE_BYTES * shape.parameters / gpus
     rollout = {**engine_bytes(shape, work), "trainer": state}
@@ -153,30 +153,31 @@ def plan_denoiser(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork
     return DenoisingPlan(seconds, rollout, update, most < MEMORY_FRACTION * gpu.memory_gb * GB)
 
 
-def _training(shape: DenoiserShape, rate: float, work: DenoisingWork) -> dict[str, float]:
+def training_times(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> dict[str, float]:
+    """Seconds of the update phase by stage, without the engines."""
     reach = REACH.training_recomputed if work.checkpointing else REACH.training
     passes = work.prompts * work.samples * work.trained * work.passes(shape)
     flops = passes * shape.pass_flops(work.height, work.width)
     return {
-        "preparation": flops / (rate * REACH.logprobs) if work.kl else 0.0,
-        "training": flops * UPDATE / (rate * reach),
+        "preparation": gpu.compute_s(flops, REACH.logprobs, gpus) if work.kl else 0.0,
+        "training": gpu.compute_s(UPDATE * flops, reach, gpus),
     }
 
 
 def denoising_step_s(shape: DenoiserShape, gpu: Gpu, work: DenoisingWork) -> float:
     """Seconds of one denoising step of one picture, in a batch that is limited by arithmetic."""
-    flops = shape.pass_flops(work.height, work.width) * work.passes(shape)
-    return flops / (gpu.tflops * 1e12 * REACH.prefill)
+    return gpu.compute_s(shape.pass_flops(work.height, work.width) * work.passes(shape), REACH.prefill)
 
 
 def vae_s(shape: DenoiserShape, gpu: Gpu, work: DenoisingWork) -> float:
     """Seconds to decode one picture or video."""
-    return VAE_FLOPS * work.height * work.width * _frames(shape) / (gpu.tflops * 1e12 * REACH.prefill)
+    frames = 1 if shape.frames == 1 else 4 * (shape.frames - 1) + 1
+    return gpu.compute_s(VAE_FLOPS * work.height * work.width * frames, REACH.prefill)
 
 
 def encoder_s(shape: DenoiserShape, gpu: Gpu) -> float:
     """Seconds of the text encoders per token."""
-    return 2 * shape.encoder / (gpu.tflops * 1e12 * REACH.prefill)
+    return gpu.compute_s(2 * shape.encoder, REACH.prefill)
 
 
 def engine_bytes(shape: DenoiserShape, work: DenoisingWork) -> dict[str, float]:
@@ -195,7 +196,7 @@ def replica_speed(shape: DenoiserShape, gpu: Gpu, work: DenoisingWork) -> Replic
     """A simulated engine on one GPU. A denoising step of b pictures reads the weights or computes b steps, whichever
     takes longer; as a line: the weights are the fixed part. The VAE is spread over the steps of a picture. The prefill
     is the text encoder."""
-    read_s = SERVED_BYTES * shape.parameters / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
+    read_s = gpu.memory_s(SERVED_BYTES * shape.parameters)
     step_s = denoising_step_s(shape, gpu, work)
     held = sum(engine_bytes(shape, work).values())
     if held > MEMORY_FRACTION * gpu.memory_gb * GB:
@@ -209,18 +210,9 @@ def replica_speed(shape: DenoiserShape, gpu: Gpu, work: DenoisingWork) -> Replic
         prefill_s_per_token=encoder_s(shape, gpu),
         max_concurrent=work.batch,
         sleep_s=ENGINE.sleep_s,
-        wake_s=ENGINE.wake_s + SERVED_BYTES * (shape.encoder + VAE_PARAMETERS) / (gpu.host_gb_s * GB * REACH.host),
+        wake_s=ENGINE.wake_s + gpu.host_s(SERVED_BYTES * (shape.encoder + VAE_PARAMETERS)),
         weights_s=ENGINE.update_s + SERVED_BYTES * shape.parameters / (ENGINE.update_gb_s * GB),
     )
-
-
-def update_s(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> float:
-    """Seconds of the update phase of a simulated step, without the engines."""
-    return sum(_training(shape, gpu.tflops * 1e12 * gpus, work).values())
-
-
-def _frames(shape: DenoiserShape) -> int:
-    return 1 if shape.frames == 1 else 4 * (shape.frames - 1) + 1
 
 
 def denoiser_of(name: str, key: str = "--denoiser") -> DenoiserShape:

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.cost.backends import Work
-from gcore.cost.costs import MEMORY_FRACTION
 from gcore.cost.shapes import Shape
 from gcore.cost.training_memory import Offload
 from gcore.placement.grid import POLICY
@@ -169,7 +168,6 @@ class Constraints:
     offload: Offload | Literal["auto"] = "auto"
     kl: bool = False  # the trainer has a KL reference
     critic: bool = False  # and a critic of the size of the policy
-    memory_fraction: float = MEMORY_FRACTION
     swap_s: float | None = None
     price: float | None = None
 

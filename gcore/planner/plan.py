@@ -201,7 +201,7 @@ class _Inputs:
     @property
     def usable(self) -> float:
         """GB of a GPU."""
-        return self.gpu.memory_gb * self.constraints.memory_fraction
+        return self.gpu.memory_gb * costs.MEMORY_FRACTION
 
     @property
     def levels(self) -> tuple[Offload, ...]:

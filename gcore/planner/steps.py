@@ -123,7 +123,7 @@ class Case:
         """Seconds to put engines to sleep before the update, and to move what is off-loaded to host memory and back."""
         bytes_moved = {"none": 0, "optimizer": 8, "all": 12}[self.offload] * self.shape.parameters / self.gpus
         bytes_moved *= 1 + self.critic
-        return costs.ENGINE.sleep_s + costs.offload_s(bytes_moved, self.gpu)
+        return costs.ENGINE.sleep_s + self.gpu.host_s(2 * bytes_moved)
 
     def judges_wake_s(self) -> float:
         """Judges wake during the weight update of the policy: the seconds that they need in addition."""

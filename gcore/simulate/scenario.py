@@ -263,7 +263,7 @@ class Scenario(Section):
             return self.update_s
         if self.denoiser is not None:
             denoiser, gpu, work = self._denoising(self.denoiser)
-            passes = denoisers.update_s(denoiser, gpu, self.slots, work)
+            passes = sum(denoisers.training_times(denoiser, gpu, self.slots, work).values())
         else:
             shape, gpu = shape_of(self.policy.model), gpu_of(self.gpu)
             tokens = sum(lengths) + len(lengths) * self.prompt_length
@@ -278,7 +278,8 @@ class Scenario(Section):
     def _speed(self, server: Server, context: float) -> ReplicaSpeed:
         if server.speed is not None:
             return ReplicaSpeed(**server.speed.model_dump())
-        speed = serving(server.model, self.gpu, server.tensor_parallel, context, is_policy=server is self.policy)
+        shape, gpu = shape_of(server.model), gpu_of(self.gpu)
+        speed = serving(shape, gpu, server.tensor_parallel, context, is_policy=server is self.policy)
         return speed.with_swap(self.swap_s)
 
 
