@@ -99,9 +99,6 @@ class Fit:
         """As in CostModel, from measured times; infinite if attention takes no time."""
         return self.token_s / self.pair_s if self.pair_s else float("inf")
 
-    def seconds(self, tokens: float, pairs: float, micro_batches: int) -> float:
-        return self.token_s * tokens + self.pair_s * pairs + self.micro_batch_s * micro_batches
-
 
 def fit(observations: Sequence[Observation], cost: CostModel) -> Fit | None:
     """Least squares of the relative error, with the model's FLOPs as prior: where the observations do not separate the

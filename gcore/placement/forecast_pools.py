@@ -33,11 +33,8 @@ class RolePool:
     def update_step_s(self) -> None:
         """Call after the number of requests or replicas changed."""
         if self.used:
-            speed = self.speed
-            batch, most = max(self.running * self.weight / self.used, self.min_batch), speed.max_concurrent
-            self.step_s = speed.base_s + speed.per_sequence_s * min(batch, most)
-            if batch > most:
-                self.step_s *= batch / most
+            batch = max(self.running * self.weight / self.used, self.min_batch)
+            self.step_s = self.speed.step_s(batch) * max(1.0, batch / self.speed.max_concurrent)
 
     @property
     def age(self) -> float:
