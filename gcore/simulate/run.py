@@ -135,10 +135,23 @@ def simulate(
     keep_timeline: Iterable[int] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> SimulatedRun:
-    """All steps under one rule. `keep_timeline`: steps whose slots are recorded in full."""
+    """All steps under one rule; under several, each step continues from the fastest. `keep_timeline`: steps whose slots
+    are recorded in full."""
     rules = _oracle(scenario) if name == "oracle" else [rule_of(name, scenario)]
+    run, at, in_full = SimulatedRun(scenario, name), 0.0, set(keep_timeline)
+    state, split, took_s = first_state(scenario), shares(scenario.grid), None
     with _rare_garbage_collection():
-        return _steps(scenario, name, rules, set(keep_timeline), report)
+        for step in range(1, scenario.steps + 1):
+            work, costs = StepWork(scenario, step), measured_costs(scenario, step, state)
+            view = expected_view(scenario, state)
+            tried = [Simulation(work, rule.begin(view, costs, split, took_s), rule, state).run() for rule in rules]
+            rollout = min(tried, key=lambda rollout: rollout.seconds)
+            update_s = scenario.update(step, rollout.lengths)
+            _record(run, at, rollout, update_s, work, step in in_full)
+            at += rollout.seconds + update_s
+            state, split, took_s = rollout.state, rollout.split, rollout.seconds
+            report(f"{name}: step {step}/{scenario.steps}")
+    return run
 
 
 @contextmanager
@@ -150,25 +163,6 @@ def _rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def _steps(
-    scenario: Scenario, name: str, rules: list[Rule], kept: set[int], report: Callable[[str], None]
-) -> SimulatedRun:
-    """Simulates each step under every given rule and continues from the fastest."""
-    run, at = SimulatedRun(scenario, name), 0.0
-    state, split, took_s = first_state(scenario), shares(scenario.grid), None
-    for step in range(1, scenario.steps + 1):
-        work, costs = StepWork(scenario, step), measured_costs(scenario, step, state)
-        view = expected_view(scenario, state)
-        tried = [Simulation(work, rule.begin(view, costs, split, took_s), rule, state).run() for rule in rules]
-        rollout = min(tried, key=lambda each: each.seconds)
-        update_s = scenario.update(step, rollout.lengths)
-        _record(run, at, rollout, update_s, work, step in kept)
-        at += rollout.seconds + update_s
-        state, split, took_s = rollout.state, rollout.split, rollout.seconds
-        report(f"{name}: step {step}/{scenario.steps}")
-    return run
 
 
 def _oracle(scenario: Scenario) -> list[Rule]:

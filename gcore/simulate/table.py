@@ -89,7 +89,8 @@ def best_static(scenario: Scenario, near: str | None = None, report: Report = la
 
 def show(scenario: Scenario, runs: Mapping[str, SimulatedRun]) -> None:
     roles = " · ".join(f"{judge.name} {judge.model} x tp {judge.tensor_parallel}" for judge in scenario.judges)
-    title = f"{scenario.name}: {scenario.slots} x {scenario.gpu} · policy {scenario.policy_model} · {roles}"
+    policy = scenario.denoiser or scenario.policy
+    title = f"{scenario.name}: {scenario.slots} x {scenario.gpu} · policy {policy.model} · {roles}"
     steps = f"{scenario.steps} steps of {scenario.prompts} x {scenario.samples} responses"
     rules = table(f"{title}\n{steps}", ("rule", *COLUMNS), text=("rule",))
     base = runs.get("dynamic")

@@ -236,11 +236,11 @@ def test_a_group_is_decided_when_it_has_all_verdicts():
     case = scenario(judges=judges, slots=6)
     simulation, _ = rollout(case, split_by(case.grid, {POLICY: 2, "fair": 2, "strict": 2}))
     decided = case.samples * (simulation.kept + simulation.dropped)
-    for judge in simulation.judges:
-        assert len(judge.ended_lengths) + judge.in_progress == judge.repeats * (
-            decided + case.samples * simulation.judging
-        )
-        assert len(judge.ended_lengths) >= judge.repeats * decided
+    for judge in judges:
+        fleet = simulation.fleets[judge.name]
+        ended = len(fleet.ended_lengths)
+        assert ended + fleet.in_progress == judge.repeats * (decided + case.samples * simulation.judging)
+        assert ended >= judge.repeats * decided
 
 
 def test_same_seed_same_result():
