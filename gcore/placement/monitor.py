@@ -106,9 +106,6 @@ class Monitor:
         counters = [self._latest.get((role, i)) for i in self._grid.replicas(role, block)]
         return sum(c.busy_s for c in counters if c is not None) / len(counters)
 
-    def record_switch(self, target: str, seconds: float) -> None:
-        self.switch_s[target] = seconds
-
     def add(self, reports: Sequence[Report], split: Split, moving: Mapping[int, Move], since_move_s: float) -> View:
         """Add the reports of one poll."""
         for role in self._grid.roles:
