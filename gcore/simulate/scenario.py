@@ -237,14 +237,7 @@ class Scenario(Section):
     def _denoising(self, spec: SimulatedDenoiser) -> tuple[DenoiserShape, Gpu, DenoisingWork]:
         """Shape, GPU and work of a step of the denoiser."""
         work = DenoisingWork(
-            self.prompts,
-            self.samples,
-            spec.steps,
-            spec.steps - 1 if spec.trained is None else spec.trained,
-            height=spec.pixels,
-            width=spec.pixels,
-            guidance=spec.guidance,
-            batch=spec.batch,
+            *(self.prompts, self.samples, spec.steps, spec.trained, spec.pixels, spec.guidance), batch=spec.batch
         )
         return denoiser_of(spec.model, "denoiser.model"), gpu_of(self.gpu), work
 
