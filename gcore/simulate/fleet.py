@@ -117,7 +117,6 @@ class Fleet:
         self.blocks: list[int] = []  # that the role owns, sorted
         self.ended_lengths: list[int] = []  # of requests
         self.ended_calls: list[tuple[int, ...]] = []  # lengths of siblings
-        self.in_progress = 0  # requests, queued or at a replica
         self.queued = 0  # requests that no replica has yet
         self.ended = ended
 
@@ -133,7 +132,6 @@ class Fleet:
             queue.router.close(*numbers)
 
     def send(self, call: Call) -> None:
-        self.in_progress += call.size
         queue = self._queue_of(call)
         if queue.calls or not self._place(call, queue):
             self.clock.order += 1
@@ -173,7 +171,6 @@ class Fleet:
                 made = replica.remove(job)
                 prefill = (job.prompt or prompt_length) + made if made else job.prompt
                 rest.append(DeviceJob(job.tokens - made, prefill, before=job.before + made))
-            self.in_progress -= len(rest)
             self.send(Call(call.group, rest, call.work))
         replica.prefill_until = replica.at
 
@@ -218,7 +215,6 @@ class Fleet:
     def _end(self, replica: Replica, job: DeviceJob) -> None:
         call: Call = job.tag
         self.ended_lengths.append(job.tokens + job.before)
-        self.in_progress -= 1
         call.unfinished -= 1
         if not call.unfinished:
             queue = self._queue_of(call)
