@@ -89,12 +89,6 @@ class Split:
     def blocks(self, role: str) -> list[int]:
         return [block for block, owner in enumerate(self.owners) if owner == role]
 
-    def counts(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for owner in self.owners:
-            found[owner] = found.get(owner, 0) + 1
-        return found
-
     def after(self, moves: Iterable[Move]) -> Split:
         owners = list(self.owners)
         for move in moves:

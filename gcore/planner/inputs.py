@@ -76,10 +76,6 @@ class Workload:
             )
         return self.images * shape.cost.of_medium("image", self.image_pixels)
 
-    def prefill(self, shape: Shape) -> float:
-        """Work of an engine for one prompt, in tokens."""
-        return self.prompt_length + self.tower_tokens(shape)
-
     def training_work(self, shape: Shape) -> float:
         """In tokens. Siblings that train on one rank share their images; here, none do."""
         return self.trained_tokens + self.prompts * self.samples * self.tower_tokens(shape)
@@ -120,7 +116,7 @@ class Workload:
             needed=needed,
             lengths=quantiles(self.responses.ravel().tolist()),
             longest=[max(call) for call in calls],
-            prompt=self.prefill(shape) / self.samples,
+            prompt=(self.prompt_length + self.tower_tokens(shape)) / self.samples,
         )
         judge = Load(
             needed=needed * self.repeats,
