@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -227,15 +227,13 @@ class _RolloutModel:
 
     def _arrive(self) -> None:
         """Blocks that arrive at the same time share the waiting requests, so the pool grows once."""
-        joined = dict[tuple[str, int], tuple[RolePool, int]]()
+        joined = Counter[tuple[str, RolePool]]()  # replicas
         while self.arriving and self.arriving[0][0] <= self.now:
             _, block, move = heapq.heappop(self.arriving)
-            pool = self._pool(move.target, block)
-            replicas = joined.get((move.target, id(pool)), (pool, pool.replicas))[1]
-            joined[move.target, id(pool)] = pool, replicas + self.grid.per_block(move.target)
-        for (role, _), (pool, replicas) in joined.items():
+            joined[move.target, self._pool(move.target, block)] += self.grid.per_block(move.target)
+        for (role, pool), replicas in joined.items():
             self.roles[role].advance(self.now)
-            self.roles[role].resize(pool, replicas)
+            self.roles[role].resize(pool, pool.replicas + replicas)
 
     def _view(self) -> View:
         """The view that the controllers would have."""
@@ -244,12 +242,8 @@ class _RolloutModel:
         loads, work, per_group = {}, dict[int, float](), {}
         moving = frozenset(block for _, block, _ in self.arriving)
         for role, owner in self.roles.items():
-            running, waiting, load = (
-                round(owner.running * weight),
-                round(len(owner.waiting) * weight),
-                forecast.loads[role],
-            )
-            loads[role] = replace(load, running=running, waiting=waiting, age=owner.age)
+            running, waiting = round(owner.running * weight), round(len(owner.waiting) * weight)
+            loads[role] = replace(forecast.loads[role], running=running, waiting=waiting, age=owner.age)
             per_group[role] = weight * (forecast.samples if role == POLICY else forecast.verdicts[role])
             for factor, pool in zip(forecast.relative, owner.pools, strict=True):
                 self._work(role, pool, factor, moving, work)
