@@ -24,8 +24,9 @@ from gcore.placement.grid import POLICY, Move, Split, neighbours
 from gcore.placement.rules import Costs, MovingRule, Rule, View
 
 MOVING, STATIC, COLOCATED = "moving", "static", "colocated"
-RULE = MovingRule()
-MOVES: Mapping[str, Rule | None] = {MOVING: RULE, STATIC: None, COLOCATED: ColocatedRule()}  # None: no moves
+MOVING_RULE = MovingRule()
+# the rules that move blocks during a rollout; None: no moves
+CANDIDATES: Mapping[str, Rule | None] = {MOVING: MOVING_RULE, STATIC: None, COLOCATED: ColocatedRule()}
 
 MARGIN = 0.045, 0.015  # share of the time that moving must win: steady load, drifting load
 DRIFT_TREND = 0.06  # the load drifts if the trend of the rollout's time per step is above this
@@ -72,7 +73,7 @@ class GuardState:
 
     def plan(self, view: View, costs: Costs, took_s: float | None) -> GuardState:
         """Before a rollout. `took_s`: seconds of the last rollout; None: there was none, or it is not comparable."""
-        grid, moving = costs.grid, RULE.begin(view, costs)
+        grid, moving = costs.grid, MOVING_RULE.begin(view, costs)
         step = self.step + 1
         if not view.groups or grid.num_blocks < len(grid.roles) or len(grid.roles) < 2:
             return replace(self, candidate=MOVING, splits={MOVING: moving}, expected_s=math.inf, step=step)
@@ -83,7 +84,7 @@ class GuardState:
         poll_s = poll_interval_s(best_s)
         planned = {MOVING: moving, STATIC: static, COLOCATED: Split((POLICY,) * grid.num_blocks)}
         before = planned | dict(self.splits)
-        seconds = {name: mean_times(forecasts, before[name], MOVES[name], poll_s).seconds for name in planned}
+        seconds = {name: mean_times(forecasts, before[name], CANDIDATES[name], poll_s).seconds for name in planned}
         assert seconds[STATIC] < math.inf, "every role has a block"
         state = self
         if took_s is not None and self.splits and seconds[self.candidate] < math.inf:
@@ -156,10 +157,10 @@ class GuardState:
 
     def decide(self, split: Split, view: View, costs: Costs) -> list[Move]:
         """During a rollout."""
-        rule = MOVES[self.candidate]
+        rule = CANDIDATES[self.candidate]
         starved = any(load.in_progress and not split.blocks(role) for role, load in view.loads.items())
         if rule is None and (starved or view.elapsed_s > LATE_FACTOR * self.expected_s):
-            rule = RULE
+            rule = MOVING_RULE
         return [] if rule is None else rule(split, view, costs)
 
 

@@ -21,7 +21,7 @@ from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.cost.training_memory import Offload, TrainingRank, training_memory
 from gcore.placement.forecast import Forecast, RolloutTimes, best_static_split, mean_times, poll_interval_s
 from gcore.placement.grid import POLICY, DeviceGrid, Split, split_by
-from gcore.placement.guard import COLOCATED, MOVES, MOVING, NUM_FORECASTS, RULE, STATIC
+from gcore.placement.guard import CANDIDATES, COLOCATED, MOVING, MOVING_RULE, NUM_FORECASTS, STATIC
 from gcore.placement.rules import Costs, MovingRule, Rule, View, generated_s, judged_s
 
 Mode = Literal["colocated", "static", "dynamic", "disaggregated"]
@@ -52,7 +52,7 @@ class Rollouts:
     def under(self, candidate: str, gpus: int) -> PlannedRollout:
         """`candidate`: as in guard.py, at its best split; moving: at its first one."""
         if (candidate, gpus) not in self._done:
-            rule = MOVES[candidate] if len(self.widths) > 1 else None
+            rule = CANDIDATES[candidate] if len(self.widths) > 1 else None
             self._done[candidate, gpus] = self._mean(gpus, self._split(candidate, self._on(gpus)), rule)
         return self._done[candidate, gpus]
 
@@ -61,7 +61,7 @@ class Rollouts:
         if candidate == COLOCATED:
             return Split((POLICY,) * costs.grid.num_blocks)
         if candidate == MOVING:
-            return RULE.begin(self.view, costs)
+            return MOVING_RULE.begin(self.view, costs)
         first = MovingRule(patience=math.inf).begin(self.view, costs)
         _, near = best_static_split(forecasts[:1], first, max(1, costs.grid.num_blocks // 8))  # one: faster
         return best_static_split(forecasts, near, 1)[1]

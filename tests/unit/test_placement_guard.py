@@ -10,7 +10,7 @@ import pytest
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.forecast import Forecast, best_static_split
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, neighbours, split_by
-from gcore.placement.guard import COLOCATED, MOVES, MOVING, RULE, STATIC, GuardState
+from gcore.placement.guard import CANDIDATES, COLOCATED, MOVING, MOVING_RULE, STATIC, GuardState
 from gcore.placement.rules import Costs, Load, View
 from gcore.simulate.run import simulate, static_name
 from gcore.simulate.scenario import load_scenario
@@ -69,7 +69,7 @@ def test_prefill_stalls_the_pool():
 
 def test_colocated():
     """All 4 replicas generate: 100 steps of 10 + 2 ms; at the next poll they change, in 3 s; 20 steps of 10 + 2 ms."""
-    found = Forecast(expected(), COSTS).times(Split((POLICY,) * 4), MOVES[COLOCATED], poll_interval_s=0.5)
+    found = Forecast(expected(), COSTS).times(Split((POLICY,) * 4), CANDIDATES[COLOCATED], poll_interval_s=0.5)
     assert found.seconds == pytest.approx(1.5 + 3.0 + 20 * 0.012)
 
 
@@ -210,7 +210,7 @@ def test_decisions_follow_the_candidate():
 def test_without_measurements_the_dynamic_rule_is_used():
     view = replace(expected(), groups=0.0)
     found = GuardState().plan(view, COSTS, None)
-    assert found.candidate == MOVING and found.splits == {MOVING: RULE.begin(view, COSTS)}
+    assert found.candidate == MOVING and found.splits == {MOVING: MOVING_RULE.begin(view, COSTS)}
     assert found.expected_s == math.inf
 
 
