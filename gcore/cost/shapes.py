@@ -66,9 +66,13 @@ class Shape:
         return self.vocab * self.hidden
 
     @property
+    def tables(self) -> int:
+        """Parameters of the embedding and the head."""
+        return self.table_parameters * (1 if self.tied else 2)
+
+    @property
     def parameters(self) -> int:
-        tables = self.table_parameters * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + tables + self.hidden
+        return self.layers * self.layer_parameters + self.tables + self.hidden
 
     @property
     def active_parameters(self) -> int:

@@ -70,7 +70,7 @@ class TrainingRank:
     def own_parameters(self) -> float:
         """Parameters in this rank's shard."""
         layers = self.shape.layers * self.shape.layer_parameters / self.tensor_parallel
-        return (layers + _tables(self.shape) + self.shape.hidden) / self.shard
+        return (layers + self.shape.tables + self.shape.hidden) / self.shard
 
     @property
     def trained_parameters(self) -> float:
@@ -198,16 +198,12 @@ def _moments_at_once(rank: TrainingRank, moments: float) -> float:
     return min(moments, max(PART_BYTES, largest))
 
 
-def _tables(shape: Shape) -> int:
-    return shape.table_parameters * (1 if shape.tied else 2)
-
-
 def _copies(rank: TrainingRank) -> float:
     """Weights in the compute dtype: all of them if they are not sharded, else what is gathered at a time."""
     shape = rank.shape
     if rank.shard == 1:
         return 0.0 if rank.cpu else rank.width * rank.own_parameters
-    return rank.width * (GATHERED_LAYERS * shape.layer_parameters / rank.tensor_parallel + _tables(shape))
+    return rank.width * (GATHERED_LAYERS * shape.layer_parameters / rank.tensor_parallel + shape.tables)
 
 
 def kept_per_token(rank: TrainingRank) -> float:

@@ -71,7 +71,7 @@ class Monitor:
     def costs(self) -> Costs:
         speeds = {}
         for role in self._grid.roles:
-            base_s, per_s = self._speeds.fits.get(role, LinearFit()).fit(DEFAULT_SPEED)
+            base_s, per_s = self._speeds.fits.get(role, LinearFit()).fit()
             switch_s = self.switch_s.get(role, DEFAULT_SPEED.wake_s)
             speeds[role] = ReplicaSpeed(base_s, per_s, 0.0, self._max_concurrent[role], 0.0, switch_s, 0.0)
         return Costs(self._grid, speeds, self._speeds.relative())

@@ -161,14 +161,12 @@ def memory_by_width(
 ) -> list[PlanResult]:
     """Plans for every tensor parallel size of the trainer, and for micro-batches as given and twice as large. Each has
     the least off-load that fits, as a run with `training.offload: auto`."""
-    results = []
+    results, inputs = [], _Inputs(model, tuple(judges), gpus, gpu, workload, constraints)
     wide = [tp for tp in WIDTHS if gpus % tp == 0 and tp <= gpu.per_node and model.heads % tp == 0]
     for tp, factor in itertools.product(wide, (1, 2)):
-        row = -(-workload.longest // constraints.trainer_context)
-        tokens = factor * max(constraints.max_tokens_per_gpu, row)
+        tokens = factor * max(constraints.max_tokens_per_gpu, inputs.longest_row)
         limits = replace(constraints, trainer_tp=tp, max_tokens_per_gpu=tokens, shrink=False, modes=("colocated",))
-        levels = OFFLOADS if limits.offload == "auto" else (limits.offload,)
-        for level in levels:
+        for level in inputs.levels:
             result = plan(model, judges, gpus, gpu, workload, replace(limits, offload=level))
             if not result.problems:
                 break
