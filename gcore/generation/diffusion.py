@@ -32,10 +32,9 @@ from gcore.content.media import ArrayRef
 from gcore.diffusion.denoiser import Condition, Denoiser, stacked, tensors_of
 from gcore.diffusion.noise import EVALUATION, START, normals
 from gcore.diffusion.samplers import schedule_of
-from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
+from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step
 from gcore.generation.sleep import GIB, SleepState
 from gcore.models.networks import Adapters
-from gcore.observe.trace import Tracer
 from gcore.threads import use_threads
 from gcore.types import Completion, Finish, Floats, Request, UserError
 from gcore.weights.receiver import WeightReceiver, receiver_in_process
@@ -113,40 +112,22 @@ def _version_folder(folder: Path, version: int, keep: int) -> Path:
     return wanted
 
 
-class DiffusionEngine(SteppedEngine):
-    """Implements protocols.Engine. `folder`: of the latents and pictures; `keep`: weight versions before the current
-    one whose files stay."""
+class DiffusionBackend(DecodeBackend):
+    """`folder`: of the latents and pictures; `keep`: weight versions before the current one whose files stay."""
+
+    make_job = DenoiseJob
 
     def __init__(
         self,
         denoiser: Denoiser,
         spec: Denoising,
         folder: Path,
-        *,
         max_concurrent: int,
         keep: int = 1,
-        threads: int = 1,
-        min_step_s: float = 0.0,
         adapters: Adapters | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
-        backend = DiffusionBackend(denoiser, spec, folder, max_concurrent, keep, threads, adapters)
-        super().__init__(backend, tracer, min_step_s, DenoiseJob)
-
-
-class DiffusionBackend(DecodeBackend):
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        spec: Denoising,
-        folder: Path,
-        max_concurrent: int,
-        keep: int,
-        threads: int,
-        adapters: Adapters | None,
     ) -> None:
         self._denoiser, self._spec, self._schedule = denoiser, spec, schedule_of(spec)
-        self._folder, self.max_concurrent, self._keep, self._threads = folder, max_concurrent, keep, threads
+        self._folder, self.max_concurrent, self._keep = folder, max_concurrent, keep
         self.jobs: list[DenoiseJob] = []
         self._parameters = {name: p for name, p in denoiser.named_parameters() if name.startswith("transformer.")}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
@@ -158,7 +139,7 @@ class DiffusionBackend(DecodeBackend):
         self._receiver = receiver_in_process(self._parameters, adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
-        use_threads(self._threads)
+        use_threads(1)
         return self._receiver, SleepState(("weights",), drops_weights=True)
 
     def close(self) -> None:

@@ -105,9 +105,10 @@ class DecodeBackend(ABC):
     """A model and its batch. All methods except `check` run in the engine's thread. Methods with a body are for
     backends that have nothing to do there."""
 
+    make_job: type[Job] = Job
     compute_lock: AbstractContextManager[Any] = (
         nullcontext()
-    )  # held while computing; engines with common state share it
+    )  # held while computing; shared by engines with common state
     jobs: Collection[Job]  # the batch; empty after `close`
     max_concurrent: int  # most jobs in the batch
 
@@ -169,19 +170,13 @@ class DecodeBackend(ABC):
 
 
 class SteppedEngine:
-    """Implements protocols.Engine. `min_step_s` emulates a slower device. `make_job`: the kind of jobs that the backend
-    knows. A command is a function that runs in the engine's thread between two steps."""
+    """Implements protocols.Engine. `min_step_s` emulates a slower device. A command is a function that runs in the
+    engine's thread between two steps."""
 
-    def __init__(
-        self,
-        backend: DecodeBackend,
-        tracer: Tracer | None = None,
-        min_step_s: float = 0.0,
-        make_job: type[Job] = Job,
-    ) -> None:
+    def __init__(self, backend: DecodeBackend, tracer: Tracer | None = None, min_step_s: float = 0.0) -> None:
         """Returns when the backend is open; raises what prevented it."""
         self.backend, self._tracer, self._min_step_s = backend, tracer or Tracer(None, "engine"), min_step_s
-        self._make_job, self._arrivals = make_job, itertools.count()
+        self._arrivals = itertools.count()
         self.version = 0
         self._changed = threading.Condition()  # guards the next three and the two states below
         self._queue: list[Job] = []  # heap of the jobs that are not in the batch yet
@@ -203,7 +198,7 @@ class SteppedEngine:
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
             self.backend.check(request)
-        jobs = [self._make_job(request, ticket, next(self._arrivals), Future()) for request in requests]
+        jobs = [self.backend.make_job(request, ticket, next(self._arrivals), Future()) for request in requests]
         with self._changed:
             self._check_running()
             for job in jobs:

@@ -30,24 +30,16 @@ from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sglang_core import SglangServer, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
 from gcore.generation.spec import EngineSpec, LibraryOptions
-from gcore.observe.trace import Tracer
 from gcore.types import Finish, Floats, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 T = TypeVar("T")
 
 
-def make_engine(spec: EngineSpec) -> SglangEngine:
+def make_engine(spec: EngineSpec) -> SteppedEngine:
     tracer = spec.open_tracer()
     with tracer.span("start"):
-        return SglangEngine(*LibraryOptions.of(spec), tracer)
-
-
-class SglangEngine(SteppedEngine):
-    """Implements protocols.Engine."""
-
-    def __init__(self, folder: Path, options: LibraryOptions, tracer: Tracer | None = None) -> None:
-        super().__init__(SglangBackend(folder, options), tracer)
+        return SteppedEngine(SglangBackend(*LibraryOptions.of(spec)), tracer)
 
 
 class SglangBackend(DecodeBackend):

@@ -1,6 +1,6 @@
 """Access to SGLang's internals: opening and closing it, and patches that run in its scheduler's process.
 
-    role's process: SglangEngine ── SGLang's front (a queue, no tokenizer) ──ipc──> child: SGLang's scheduler, the model
+    role: SglangBackend ── SGLang's front (a queue, no tokenizer) ──ipc──> child: SGLang's scheduler, the model
 
 Written against SGLang 0.5.15.post1 and 0.5.23; both were run on a CPU. Traps that this file handles:
 - When SGLang opens, it changes its process: logging, event loop policy, process start method, environment, SIGQUIT.
@@ -76,7 +76,7 @@ def open_server(folder: Path, options: LibraryOptions) -> SglangServer:
     if options.max_length > longest:
         raise UserError(f"SGLang cannot serve {folder}: {options.max_length} tokens, the model has {longest} positions")
     with _restored_process_state():
-        front_class = _front_class(Child(name, options.device == "cpu", options.threads, options.seeds), processes)
+        front_class = _front_class(Child(name, options.device == "cpu", options.seeds), processes)
         try:
             front = front_class(**_arguments(folder, options, config))
             front.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process if a child dies
@@ -215,7 +215,6 @@ class Child:
 
     failure: str  # file for the traceback if it dies
     cpu: bool
-    threads: int
     seeds: bool
 
     def __call__(self, *args: Any, **options: Any) -> None:
@@ -239,7 +238,7 @@ class Child:
 
             base._is_cpu = True
             torch._dynamo.config.disable = True
-            torch.set_num_threads(self.threads)
+            torch.set_num_threads(1)
         _flush_while_paused()
         _sample_as_embedded()
         if self.seeds:

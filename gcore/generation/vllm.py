@@ -43,7 +43,6 @@ from gcore.generation.vllm_core import (
 )
 from gcore.generation.vllm_run import DecodeRuns, NewTokens, generated
 from gcore.models.decoders import forbidden_tokens
-from gcore.observe.trace import Tracer
 from gcore.types import Finish, Floats, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
@@ -53,17 +52,10 @@ GATHER_STEPS, GATHER_SHARE = 16, 1 / 8  # fill free slots after this many steps,
 _PROCESS_LOCK = threading.Lock()
 
 
-def make_engine(spec: EngineSpec) -> VllmEngine:
+def make_engine(spec: EngineSpec) -> SteppedEngine:
     tracer = spec.open_tracer()
     with tracer.span("start"):
-        return VllmEngine(*LibraryOptions.of(spec), tracer)
-
-
-class VllmEngine(SteppedEngine):
-    """Implements protocols.Engine."""
-
-    def __init__(self, folder: Path, options: LibraryOptions, tracer: Tracer | None = None) -> None:
-        super().__init__(VllmBackend(folder, options), tracer)
+        return SteppedEngine(VllmBackend(*LibraryOptions.of(spec)), tracer)
 
 
 class VllmBackend(DecodeBackend):
