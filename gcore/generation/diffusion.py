@@ -36,7 +36,7 @@ from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step
 from gcore.generation.sleep import GIB, SleepState
 from gcore.models.networks import Adapters
 from gcore.threads import use_threads
-from gcore.types import Completion, Finish, Floats, Request, UserError
+from gcore.types import Completion, Finish, Request, UserError
 from gcore.weights.receiver import WeightReceiver, receiver_in_process
 
 ROW_BLOCK = 8
@@ -259,9 +259,6 @@ class DiffusionBackend(DecodeBackend):
                 job.picture = picture
         self.remove(done)
         return Step(n, [(job, "stop") for job in done])
-
-    def score(self, requests: Sequence[Request]) -> list[Floats]:
-        raise UserError("a diffusion engine does not score given steps; expected a language model as the teacher")
 
     def remove(self, jobs: Collection[Job]) -> None:
         removed = set(jobs)

@@ -123,7 +123,7 @@ class EmbeddedBackend(DecodeBackend):
 
     def check(self, request: Request) -> None:
         row = FAMILIES.get(self._model.config.model_type)
-        check_request(request, self._max_length, self._vocabulary, row.kinds if row else (), scores=True)
+        check_request(request, self._max_length, self._vocabulary, row.kinds if row else ())
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:

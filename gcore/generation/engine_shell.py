@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from gcore.config.engines import engines_with
 from gcore.content.tokens import NO_TOKENS, SamplingMask, Tokens, tokens_of
 from gcore.generation.sleep import SleepState
 from gcore.observe.trace import Tracer
@@ -133,7 +134,10 @@ class DecodeBackend(ABC):
 
     def score(self, requests: Sequence[Request]) -> list[Floats]:
         """The logprobs of the steps that the requests have, for requests with max_tokens=0 that `check` accepts."""
-        raise UserError("this engine does not return logprobs of given tokens")
+        raise UserError(
+            "this engine does not return logprobs of given steps; expected a teacher with "
+            f"engine={engines_with('scores')} (key: rewards.judges)"
+        )
 
     def flush_steps(self) -> Iterable[Step]:
         """The steps in flight (computed ahead). No new step starts until all of them have been returned."""
@@ -381,7 +385,7 @@ class SteppedEngine:
         self._abort()
         self._wake(())
         if self._receiver.forget_update():
-            self._memory.lose_weights()
+            self._memory.weights_lost = True
 
     def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
         self._memory.check_load(version)
@@ -394,7 +398,7 @@ class SteppedEngine:
                 self.backend.load(tensors, version, last)
         if not self._receiver.incomplete:
             self.version = version
-            self._memory.loaded()
+            self._memory.weights_lost = False
             restarted = self.backend.finish_load()
             with self._changed:
                 for job in restarted:

@@ -26,7 +26,7 @@ import torch
 
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.generation.engine_shell import WATCH_S, DecodeBackend, Ended, Job, Step, SteppedEngine
-from gcore.generation.request_check import check_request, check_score
+from gcore.generation.request_check import check_request
 from gcore.generation.sglang_core import SglangServer, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
 from gcore.generation.spec import EngineSpec, LibraryOptions
@@ -100,8 +100,7 @@ class SglangBackend(DecodeBackend):
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        check_request(request, self._options.max_length, self._server.vocabulary, scores=True)
-        check_score(request, self._options.max_length, "SGLang")
+        check_request(request, self._options.max_length, self._server.vocabulary, library="SGLang")
 
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
         for job in jobs:

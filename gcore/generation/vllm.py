@@ -27,7 +27,7 @@ from gcore.config.engines import engines_taking
 from gcore.content.tokens import tokens_of
 from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.noise import noise_key
-from gcore.generation.request_check import check_request, check_score
+from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState, free_gpu
 from gcore.generation.spec import EngineSpec, LibraryOptions
 from gcore.generation.vllm_core import (
@@ -101,8 +101,7 @@ class VllmBackend(DecodeBackend):
 
     def check(self, request: Request) -> None:
         accepts = ("image", "video") if self._accepts_images else ()  # videos have a message of their own
-        check_request(request, self.options.max_length, self._vocabulary, accepts, scores=True)
-        check_score(request, self.options.max_length, "vLLM")
+        check_request(request, self.options.max_length, self._vocabulary, accepts, "vLLM")
         media = tokens_of(request.content).media
         if tokens_of(request.content).step_media or any(medium.kind != "image" for medium in media):
             raise UserError(
