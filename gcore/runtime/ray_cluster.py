@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,6 +21,7 @@ import psutil
 
 from gcore.observe.files import no_link
 from gcore.protocols import RoleDied
+from gcore.task_group import task_group
 from gcore.types import UserError
 
 DAEMONS = ("gcs_server", "raylet")
@@ -173,6 +174,14 @@ class Daemons:
             looks = looks + 1 if any(map(_is_stopped, self._all.values())) else 0
             self.check(stopped_too=looks > STOPPED_LOOKS)
             await asyncio.sleep(DAEMONS_S)
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Raises RoleDied if one fails meanwhile: Ray's calls wait without end for a daemon that is stopped."""
+        async with task_group() as tasks:
+            failing = tasks.create_task(self.until_one_fails())
+            yield
+            failing.cancel()
 
 
 def is_alive(process: psutil.Process) -> bool:
