@@ -1,6 +1,6 @@
-"""The user's code and small files of a recipe, from the driver to the processes on other machines.
+"""The user's code and small files of a recipe: found, imported, and sent to the processes on other machines.
 
-driver: pack(names) ──bytes──> Ray ──> a process on a node: unpack ──> find("rewards.py"), import my_package
+driver: pack(names) ──bytes──> Ray ──> a process on a node: unpack ──> find("rewards.py"), load_function("my_package:f")
 
 The archive contains the files that the recipe names, under the names in the recipe, and the modules that the driver has
 imported from outside of the installation: those that the files import. A process on a node uses these copies also if a
@@ -9,8 +9,10 @@ file of that name exists there, which may be another version.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -19,11 +21,14 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from gcore import shipped
+from gcore.config.objects import is_object, object_of
 from gcore.types import UserError
 
 FOLDER = "GCORE_USER_FILES"  # environment: the unpacked archive
@@ -31,6 +36,8 @@ INDEX, MODULES = "index.json", "modules"
 MAX_MB = 32  # of one file or package; larger ones must be on all nodes
 SUFFIXES = (".py", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".jinja", ".j2")  # of a package
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the same files make the same archive
+
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +149,64 @@ def unpack(data: bytes) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (modules, os.environ.get("PYTHONPATH"))))
     sys.path.insert(0, modules)
     importlib.invalidate_caches()
+
+
+# ---- a function by its path -----------------------------------------------------------------------------------------
+
+
+def load_function(path: str, key: str = "rewards.functions.path") -> Function:
+    """`package.module:function` or `file.py:function`. `key` is the config key of the path, for messages."""
+    place, colon, name = path.rpartition(":")
+    if not colon or not place or not name:
+        raise UserError(f"{key}: expected package.module:function or file.py:function, got {path!r}")
+    if is_object(path):
+        return _callable(object_of(path, key), path, key)
+    module = _import_file(place, key) if place.endswith(".py") else _import_module(place, key)
+    try:
+        function: Any = getattr(module, name)
+    except AttributeError:
+        close = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("__")], 1)
+        raise UserError(f"{key}: {place} has no {name!r}" + (f"; did you mean {close[0]}?" if close else "")) from None
+    return _callable(function, path, key)
+
+
+def _callable(value: Any, path: str, key: str) -> Function:
+    if not callable(value):
+        raise UserError(f"{key}: {path} is of type {type(value).__name__}; expected a function")
+    function: Function = value
+    return function
+
+
+def _import_module(name: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{key}: {name} does not import: {one_line(error)}") from error
+
+
+def _import_file(name: str, key: str) -> ModuleType:
+    """Imports a file under a unique name and registers the module, so that its classes pickle and its dataclasses
+    resolve."""
+    file = find(name).resolve()
+    if not file.is_file():
+        where = "" if Path(name).is_absolute() else f" in the current folder, {Path.cwd()}"
+        raise UserError(f"{key}: no such file: {name}{where}")
+    unique = f"gcore_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if unique in sys.modules:
+        return sys.modules[unique]
+    spec = importlib.util.spec_from_file_location(unique, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[unique]
+        if isinstance(error, Exception | SystemExit):
+            raise UserError(f"{key}: {name} does not import: {one_line(error)}") from error
+        raise
+    return module
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
