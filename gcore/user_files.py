@@ -37,8 +37,6 @@ MAX_MB = 32  # of one file or package; larger ones must be on all nodes
 SUFFIXES = (".py", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".jinja", ".j2")  # of a package
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the same files make the same archive
 
-Function = Callable[..., Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Archive:
@@ -110,17 +108,13 @@ def own_modules() -> dict[str, dict[str, Path]]:
             continue
         places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
         for path in (Path(place).resolve() for place in places if place):
-            if not path.exists() or any(path.is_relative_to(root) for root in roots):
+            if not (path.is_dir() or (path.is_file() and path.suffix == ".py")):
                 continue
-            if "site-packages" in path.parts or "dist-packages" in path.parts or not _is_source(path):
+            if {"site-packages", "dist-packages"} & {*path.parts} or any(map(path.is_relative_to, roots)):
                 continue
             files = {path.name: path} if path.is_file() else _files(path, name)
             modules.setdefault(name, {}).update(files)
     return modules
-
-
-def _is_source(path: Path) -> bool:
-    return path.is_dir() or path.suffix == ".py"
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:
@@ -154,43 +148,38 @@ def unpack(data: bytes) -> None:
 # ---- a function by its path -----------------------------------------------------------------------------------------
 
 
-def load_function(path: str, key: str = "rewards.functions.path") -> Function:
+def load_function(path: str, key: str = "rewards.functions.path") -> Callable[..., Any]:
     """`package.module:function` or `file.py:function`. `key` is the config key of the path, for messages."""
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"{key}: expected package.module:function or file.py:function, got {path!r}")
     if is_object(path):
-        return _callable(object_of(path, key), path, key)
-    module = _import_file(place, key) if place.endswith(".py") else _import_module(place, key)
+        function = object_of(path, key)
+    else:
+        module = _imported(place, key)
+        if not hasattr(module, name):
+            close = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("__")], 1)
+            raise UserError(f"{key}: {place} has no {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        function = getattr(module, name)
+    if not callable(function):
+        raise UserError(f"{key}: {path} is of type {type(function).__name__}; expected a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _imported(place: str, key: str) -> ModuleType:
+    file = find(place).resolve() if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        where = "" if Path(place).is_absolute() else f" in the current folder, {Path.cwd()}"
+        raise UserError(f"{key}: no such file: {place}{where}")
     try:
-        function: Any = getattr(module, name)
-    except AttributeError:
-        close = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("__")], 1)
-        raise UserError(f"{key}: {place} has no {name!r}" + (f"; did you mean {close[0]}?" if close else "")) from None
-    return _callable(function, path, key)
-
-
-def _callable(value: Any, path: str, key: str) -> Function:
-    if not callable(value):
-        raise UserError(f"{key}: {path} is of type {type(value).__name__}; expected a function")
-    function: Function = value
-    return function
-
-
-def _import_module(name: str, key: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
+        return importlib.import_module(place) if file is None else _import_file(file)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{key}: {name} does not import: {one_line(error)}") from error
+        raise UserError(f"{key}: {place} does not import: {one_line(error)}") from error
 
 
-def _import_file(name: str, key: str) -> ModuleType:
+def _import_file(file: Path) -> ModuleType:
     """Imports a file under a unique name and registers the module, so that its classes pickle and its dataclasses
     resolve."""
-    file = find(name).resolve()
-    if not file.is_file():
-        where = "" if Path(name).is_absolute() else f" in the current folder, {Path.cwd()}"
-        raise UserError(f"{key}: no such file: {name}{where}")
     unique = f"gcore_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if unique in sys.modules:
         return sys.modules[unique]
@@ -200,10 +189,8 @@ def _import_file(name: str, key: str) -> ModuleType:
     sys.modules[unique] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:
+    except BaseException:
         del sys.modules[unique]
-        if isinstance(error, Exception | SystemExit):
-            raise UserError(f"{key}: {name} does not import: {one_line(error)}") from error
         raise
     return module
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -81,23 +81,18 @@ class DenoiseJob(Job):
         return (self.request.noise_key if shared is None else shared), START
 
     def completion(self, finish: Finish) -> Completion:
-        content = Latents(self.latents.prompt, self.latents.tokens, self.latents.window)
-        logprobs_S = np.array(self.logprobs, np.float32)
-        if not self.num_steps:
-            return Completion(content, logprobs_S, self.versions_S(), finish)
-        version = int(self.versions_S()[-1])
-        folder = _version_folder(self.folder, version, self.keep)
-        states = torch.stack(self.states).float().cpu().numpy()
-        content = Latents(
-            content.prompt,
-            content.tokens,
-            content.window,
-            pieces=(media.store(states, folder),),
-            last=hashlib.blake2b(states[-1].tobytes(), digest_size=16).digest(),
-            picture=None if self.picture is None else media.store(self.picture, folder),
-            condition=self.condition_refs,
-        )
-        return Completion(content, logprobs_S, self.versions_S(), finish)
+        content, versions_S = Latents(self.latents.prompt, self.latents.tokens, self.latents.window), self.versions_S()
+        if self.num_steps:
+            folder = _version_folder(self.folder, int(versions_S[-1]), self.keep)
+            states = torch.stack(self.states).float().cpu().numpy()
+            content = replace(
+                content,
+                pieces=(media.store(states, folder),),
+                last=hashlib.blake2b(states[-1].tobytes(), digest_size=16).digest(),
+                picture=None if self.picture is None else media.store(self.picture, folder),
+                condition=self.condition_refs,
+            )
+        return Completion(content, np.array(self.logprobs, np.float32), versions_S, finish)
 
 
 def _version_folder(folder: Path, version: int, keep: int) -> Path:

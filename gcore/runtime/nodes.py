@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,9 @@ def look_at_nodes(
     from ray import exceptions
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    def clock(probe: Any) -> float:
+        return float(ray.get(probe.clock.remote(), timeout=ANSWER_S))
+
     probes: dict[str, Any] = {}
     for node in nodes:
         place = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -153,7 +157,7 @@ def look_at_nodes(
         facts = {node: _facts(ref, nodes[node]) for node, ref in asked.items()}
         alive = {node: probes[node] for node, seen in facts.items() if not seen.failure}
         for node, probe in alive.items():
-            offset, error = measure_clock(lambda probe=probe: ray.get(probe.clock.remote(), timeout=ANSWER_S))
+            offset, error = measure_clock(partial(clock, probe))
             facts[node] = replace(facts[node], clock_s=offset, clock_error_s=error)
         if folder is not None:
             for node, reason in _check_folder(alive, folder).items():

@@ -63,17 +63,16 @@ def join() -> None:
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         _probe(_resolved(address))
-    except OSError as error:
-        raise _unreachable(address, " ".join(str(error).split())[:300]) from None
-    import ray
+        import ray
 
-    if ray.is_initialized():
-        return
-    quiet_ray(None)
-    try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise _unreachable(address, " ".join(str(error).split())[:300]) from error
+        if not ray.is_initialized():
+            quiet_ray(None)
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: cannot join a Ray cluster there ({' '.join(str(error).split())[:300]}); start one "
+            "with `ray start --head`, or unset RAY_ADDRESS to use only this machine"
+        ) from error
 
 
 def _resolved(address: str) -> str:
@@ -95,13 +94,6 @@ def _probe(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
         except OSError as error:
             raise OSError(f"{error}, at {address}") from None
-
-
-def _unreachable(address: str, reason: str) -> UserError:
-    return UserError(
-        f"RAY_ADDRESS={address}: cannot join a Ray cluster there ({reason}); start one with `ray start --head`, or "
-        "unset RAY_ADDRESS to use only this machine"
-    )
 
 
 def list_nodes() -> tuple[list[dict[str, Any]], str]:
