@@ -347,7 +347,6 @@ class RayRuntime:
                     if role.pid in self._tracked:
                         role.memory_mb = self._tracked[role.pid].memory_info().rss / 2**20
             await asyncio.sleep(MEMORY_S)
-        await asyncio.Event().wait()
 
     def stop(self) -> None:
         """Stop the cluster, then kill all processes of the run that are still alive. Calls in progress are lost."""
