@@ -191,9 +191,9 @@ class RayRuntime:
             names, secret = self._create(kind, len(args)), secrets.token_bytes(32)
             address = await self._started(names[0], self._roles[names[0]].actor.address.remote())
             for rank, name in enumerate(names):
-                role, meeting = self._roles[name], Rendezvous(rank, len(args), address, secret=secret)
+                role, rendezvous = self._roles[name], Rendezvous(rank, len(args), address, secret=secret)
                 visible = None if self._reserved is None else await self._reserved.visible_gpus(role.place.bundles)
-                role.build_args = factory, args[rank], meeting, visible
+                role.build_args = factory, args[rank], rendezvous, visible
             await asyncio.gather(*map(build, names))
         self._roles |= {name: self._roles.pop(name) for name in names}  # in the order of building, not of `prepare`
         self._track_processes()
