@@ -153,6 +153,7 @@ def load_function(path: str, key: str = "rewards.functions.path") -> Callable[..
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"{key}: expected package.module:function or file.py:function, got {path!r}")
+    function: Callable[..., Any]
     if is_object(path):
         function = object_of(path, key)
     else:
@@ -163,7 +164,7 @@ def load_function(path: str, key: str = "rewards.functions.path") -> Callable[..
         function = getattr(module, name)
     if not callable(function):
         raise UserError(f"{key}: {path} is of type {type(function).__name__}; expected a function")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _imported(place: str, key: str) -> ModuleType:
