@@ -271,7 +271,7 @@ class Program:
     def _pool(self, engines: Sequence[EngineClient], rank: int, size: int) -> EnginePool:
         own, slots = own_replicas(rank, size, len(engines)), self.workload.slots
         if not self.plane.spill and own is not None:
-            limit = limits_of(slots, self.workload.siblings).own
+            limit, _ = limits_of(slots, self.workload.siblings)
             return EnginePool([engines[i] for i in sorted(own)], Router(len(own), limit=limit))
         return EnginePool.for_controller(engines, rank, size, slots, per_call=self.workload.siblings)
 

@@ -68,15 +68,13 @@ class Setting:
 # ---- contenders: each returns a function from jobs to token lists ----------------------------------------------------
 
 
-def embedded(setting: Setting, network: Any, threads: int, stack: ExitStack) -> Callable[[list[Job]], list[list[int]]]:
+def embedded(setting: Setting, network: Any, _: int, stack: ExitStack) -> Callable[[list[Job]], list[list[int]]]:
     from gcore.content.tokens import Tokens, tokens_of
     from gcore.generation.embedded import EmbeddedBackend
     from gcore.generation.engine_shell import SteppedEngine
     from gcore.types import Request, SamplingParams
 
-    engine = SteppedEngine(
-        EmbeddedBackend(network, max_concurrent=setting.rows, max_length=setting.longest, threads=threads)
-    )
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=setting.rows, max_length=setting.longest))
     stack.callback(engine.close)
 
     def run(jobs: list[Job]) -> list[list[int]]:

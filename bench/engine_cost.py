@@ -85,14 +85,15 @@ def measure_step(folder: Path, num_sequences: int, tokens: int) -> dict[str, flo
     import numpy as np
 
     from gcore.content.tokens import Tokens
+    from gcore.generation.engine_shell import SteppedEngine
     from gcore.generation.spec import LibraryOptions
-    from gcore.generation.vllm import VllmEngine
+    from gcore.generation.vllm import VllmBackend
     from gcore.types import Request, SamplingParams
 
-    engine: Any = VllmEngine(
-        folder,
-        LibraryOptions(num_sequences, PROMPT + tokens, dtype="float32", seeds=False, dummy=True, cpu_cache_gib=0.5),
+    options = LibraryOptions(
+        num_sequences, PROMPT + tokens, dtype="float32", seeds=False, dummy=True, cpu_cache_gib=0.5
     )
+    engine: Any = SteppedEngine(VllmBackend(folder, options))
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=tokens)
     requests = [

@@ -64,6 +64,9 @@ def open_engine(
     kind: str, folder: str, concurrent: int, length: int, fraction: float, eager: bool, device: str, _: Any
 ) -> Any:
     """Runs in the process of the engine."""
+    from gcore.generation.engine_shell import SteppedEngine
+    from gcore.generation.spec import LibraryOptions
+
     options: dict[str, Any] = {
         "max_concurrent": concurrent,
         "max_length": length,
@@ -73,14 +76,12 @@ def open_engine(
         "eager": eager,
     }
     if kind == "sglang":
-        from gcore.generation.sglang import SglangEngine
-        from gcore.generation.spec import LibraryOptions
+        from gcore.generation.sglang import SglangBackend
 
-        return SglangEngine(Path(folder), LibraryOptions(**options, device=device, sleep=True))
-    from gcore.generation.spec import LibraryOptions
-    from gcore.generation.vllm import VllmEngine
+        return SteppedEngine(SglangBackend(Path(folder), LibraryOptions(**options, device=device, sleep=True)))
+    from gcore.generation.vllm import VllmBackend
 
-    return VllmEngine(Path(folder), LibraryOptions(**options, dummy=True))
+    return SteppedEngine(VllmBackend(Path(folder), LibraryOptions(**options, dummy=True)))
 
 
 async def measure_pool(part: str, args: argparse.Namespace) -> None:
@@ -143,14 +144,15 @@ async def measure_exact(args: argparse.Namespace) -> None:
     """Requests that end at different times, by a stop token or by their limit."""
     from gcore.content.tokens import Tokens
     from gcore.generation import vllm_run
+    from gcore.generation.engine_shell import SteppedEngine
     from gcore.generation.spec import LibraryOptions
-    from gcore.generation.vllm import VllmBackend, VllmEngine
+    from gcore.generation.vllm import VllmBackend
     from gcore.types import Request, SamplingParams
 
     options = LibraryOptions(64, PROMPT + args.tokens, "bfloat16", memory_fraction=0.4, dummy=True, seeds=True)
-    engine = VllmEngine(args.folder, options)
-    backend = engine.backend
-    assert isinstance(backend, VllmBackend) and backend._runs is not None, "vLLM has another model runner here"
+    backend = VllmBackend(args.folder, options)
+    engine = SteppedEngine(backend)
+    assert backend._runs is not None, "vLLM has another model runner here"
     limits = [max(1, args.tokens // 5 + 3 * i) for i in range(64)]
     requests = [
         Request(Tokens(np.array(p, np.int32)), SamplingParams(min(limits[i], args.tokens), stop_tokens=(7, 9, 11)), i)

@@ -89,6 +89,9 @@ class WeightHolder:
 
 
 def make_engine(name: str, folder: str, concurrent: int, fraction: float, _: Any) -> Any:
+    from gcore.generation.engine_shell import SteppedEngine
+    from gcore.generation.spec import LibraryOptions
+
     options: dict[str, Any] = {
         "max_concurrent": concurrent,
         "max_length": PROMPT + TOKENS,
@@ -100,15 +103,13 @@ def make_engine(name: str, folder: str, concurrent: int, fraction: float, _: Any
     if name == "sglang":
         import torch
 
-        from gcore.generation.sglang import SglangEngine
-        from gcore.generation.spec import LibraryOptions
+        from gcore.generation.sglang import SglangBackend
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return SglangEngine(Path(folder), LibraryOptions(**options, device=device))
-    from gcore.generation.spec import LibraryOptions
-    from gcore.generation.vllm import VllmEngine
+        return SteppedEngine(SglangBackend(Path(folder), LibraryOptions(**options, device=device)))
+    from gcore.generation.vllm import VllmBackend
 
-    return VllmEngine(Path(folder), LibraryOptions(**options, dummy=True))
+    return SteppedEngine(VllmBackend(Path(folder), LibraryOptions(**options, dummy=True)))
 
 
 def prompts(count: int) -> list[list[int]]:

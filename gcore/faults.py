@@ -85,25 +85,23 @@ def _act(fault: Fault, path: Path | None) -> None:
                 file.write(bytes([byte ^ 1]))
 
 
-_plan: FaultPlan | None = None
+_plan = FaultPlan((), "", Path())  # without faults nothing happens at any moment
 
 
 def arm(faults: Sequence[Fault], role: str, folder: Path) -> None:
-    """Call when a role is built. Without faults nothing happens at any moment."""
+    """Call when a role is built."""
     global _plan
-    _plan = FaultPlan(faults, role, folder) if faults else None
+    _plan = FaultPlan(faults, role, folder)
 
 
 def reach(moment: str, path: Path | None = None) -> None:
     """`path`: the file that was written."""
-    if _plan is not None:
-        _plan.reach(moment, path)
+    _plan.reach(moment, path)
 
 
 async def reach_call(*moments: str) -> None:
     """Before a call that this process makes. Raises ConnectionError if the call must fail."""
-    for moment in moments if _plan is not None else ():
-        assert _plan is not None
+    for moment in moments:
         if (fault := _plan.failing(moment)) is not None:
             await asyncio.sleep(fault.seconds)
             if fault.kind != "slow":

@@ -38,14 +38,15 @@ T_co = TypeVar("T_co", covariant=True)
 # ---- what a caller of a role in another process gets if the role fails
 
 
+@dataclass(eq=False, repr=False)
 class RoleError(RuntimeError):
-    """A role raised an exception. `traceback`: the first one. `user_error`: the user can fix it. `kind`: name of the
-    exception's class, for callers that handle it."""
+    """A role raised an exception."""
 
-    def __init__(self, role: str, message: str, traceback: str, user_error: bool = False, kind: str = ""):
-        super().__init__(role, message, traceback, user_error, kind)
-        self.role, self.message, self.traceback, self.user_error = role, message, traceback, user_error
-        self.kind = kind
+    role: str
+    message: str
+    traceback: str  # the first one
+    user_error: bool = False  # the user can fix it
+    kind: str = ""  # name of the exception's class, for callers that handle it
 
     @classmethod
     def of(cls, role: str, error: Exception, traceback: str) -> RoleError:
@@ -56,13 +57,13 @@ class RoleError(RuntimeError):
         return f"{self.role}: {self.message}"
 
 
+@dataclass(eq=False, repr=False)
 class RoleDied(RuntimeError):
-    """A process died: killed, crashed or out of memory. `observed`: by the runtime itself; other reports of deaths may
-    be consequences of it."""
+    """A process died: killed, crashed or out of memory."""
 
-    def __init__(self, role: str, detail: str, observed: bool = False):
-        super().__init__(role, detail, observed)
-        self.role, self.detail, self.observed = role, detail, observed
+    role: str
+    detail: str
+    observed: bool = False  # by the runtime itself; other reports of deaths may be consequences of it
 
     def __str__(self) -> str:
         return f"{self.role} died: {self.detail}"

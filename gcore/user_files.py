@@ -1,6 +1,6 @@
-"""The user's code and small files of a recipe, from the driver to the processes on other machines.
+"""The user's code and small files of a recipe: found, imported, and sent to the processes on other machines.
 
-driver: pack(names) ──bytes──> Ray ──> a process on a node: unpack ──> find("rewards.py"), import my_package
+driver: pack(names) ──bytes──> Ray ──> a process on a node: unpack ──> find("rewards.py"), load_function("my_package:f")
 
 The archive contains the files that the recipe names, under the names in the recipe, and the modules that the driver has
 imported from outside of the installation: those that the files import. A process on a node uses these copies also if a
@@ -9,8 +9,10 @@ file of that name exists there, which may be another version.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -19,11 +21,14 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from gcore import shipped
+from gcore.config.objects import is_object, object_of
 from gcore.types import UserError
 
 FOLDER = "GCORE_USER_FILES"  # environment: the unpacked archive
@@ -103,17 +108,13 @@ def own_modules() -> dict[str, dict[str, Path]]:
             continue
         places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
         for path in (Path(place).resolve() for place in places if place):
-            if not path.exists() or any(path.is_relative_to(root) for root in roots):
+            if not (path.is_dir() or (path.is_file() and path.suffix == ".py")):
                 continue
-            if "site-packages" in path.parts or "dist-packages" in path.parts or not _is_source(path):
+            if {"site-packages", "dist-packages"} & {*path.parts} or any(map(path.is_relative_to, roots)):
                 continue
             files = {path.name: path} if path.is_file() else _files(path, name)
             modules.setdefault(name, {}).update(files)
     return modules
-
-
-def _is_source(path: Path) -> bool:
-    return path.is_dir() or path.suffix == ".py"
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:
@@ -142,3 +143,58 @@ def unpack(data: bytes) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (modules, os.environ.get("PYTHONPATH"))))
     sys.path.insert(0, modules)
     importlib.invalidate_caches()
+
+
+# ---- a function by its path -----------------------------------------------------------------------------------------
+
+
+def load_function(path: str, key: str = "rewards.functions.path") -> Callable[..., Any]:
+    """`package.module:function` or `file.py:function`. `key` is the config key of the path, for messages."""
+    place, colon, name = path.rpartition(":")
+    if not colon or not place or not name:
+        raise UserError(f"{key}: expected package.module:function or file.py:function, got {path!r}")
+    function: Callable[..., Any]
+    if is_object(path):
+        function = object_of(path, key)
+    else:
+        module = _imported(place, key)
+        if not hasattr(module, name):
+            close = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("__")], 1)
+            raise UserError(f"{key}: {place} has no {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        function = getattr(module, name)
+    if not callable(function):
+        raise UserError(f"{key}: {path} is of type {type(function).__name__}; expected a function")
+    return function
+
+
+def _imported(place: str, key: str) -> ModuleType:
+    file = find(place).resolve() if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        where = "" if Path(place).is_absolute() else f" in the current folder, {Path.cwd()}"
+        raise UserError(f"{key}: no such file: {place}{where}")
+    try:
+        return importlib.import_module(place) if file is None else _import_file(file)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{key}: {place} does not import: {one_line(error)}") from error
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Imports a file under a unique name and registers the module, so that its classes pickle and its dataclasses
+    resolve."""
+    unique = f"gcore_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if unique in sys.modules:
+        return sys.modules[unique]
+    spec = importlib.util.spec_from_file_location(unique, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[unique]
+        raise
+    return module
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

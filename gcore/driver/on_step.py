@@ -21,7 +21,7 @@ from gcore.config.tree import Config
 from gcore.launch.user_code import OnStep, load_on_step
 from gcore.observe.values import Row, step_of
 from gcore.types import UserError
-from gcore.user_functions import one_line
+from gcore.user_files import one_line
 
 KEY = "run.on_step"
 

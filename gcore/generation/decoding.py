@@ -12,7 +12,6 @@ Tokens are drawn by inverse transform sampling with each row's own noise, indepe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,17 +27,19 @@ GRID = ("qwen2_5_vl_text", "qwen3_vl_text")  # positions with three axes
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *GRID)
 
 
-@dataclass(slots=True)
 class _Layer:
-    norm_1: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    qk_norm: tuple[Tensor, Tensor] | None
-    out: nn.Linear
-    norm_2: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: nn.Linear
+    """The weights of a decoder layer, some of them joined."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.norm_1: Tensor = layer.input_layernorm.weight
+        self.qkv, self.qkv_bias = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.qk_norm = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+        self.out: nn.Linear = attention.o_proj
+        self.norm_2: Tensor = layer.post_attention_layernorm.weight
+        self.gate_up, self.gate_up_bias = _join([mlp.gate_proj, mlp.up_proj])
+        self.down: nn.Linear = mlp.down_proj
 
 
 class FusedDecoder:
@@ -51,7 +52,7 @@ class FusedDecoder:
         self.eps = config.rms_norm_eps
         self.embedding, self.norm = body.embed_tokens.weight, body.norm.weight
         self.head: nn.Linear = model.get_output_embeddings()
-        self.layers = [self._fuse(layer) for layer in body.layers]
+        self.layers = [_Layer(layer) for layer in body.layers]
         positions = torch.arange(max_length, device=self.embedding.device)[None]
         if config.model_type in GRID:  # one row per axis; all axes of a generated token are equal
             positions = positions.expand(3, 1, -1)
@@ -64,23 +65,6 @@ class FusedDecoder:
     def supports(model: Any) -> bool:
         config = model.config.get_text_config()
         return config.model_type in FAMILIES and config.hidden_act == "silu"
-
-    def _fuse(self, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, qkv_bias = _join([attention.q_proj, attention.k_proj, attention.v_proj])
-        gate_up, gate_up_bias = _join([mlp.gate_proj, mlp.up_proj])
-        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        return _Layer(
-            layer.input_layernorm.weight,
-            qkv,
-            qkv_bias,
-            (q_norm.weight, k_norm.weight) if q_norm is not None and k_norm is not None else None,
-            attention.o_proj,
-            layer.post_attention_layernorm.weight,
-            gate_up,
-            gate_up_bias,
-            mlp.down_proj,
-        )
 
     def step(self, tokens_B: Tensor, positions_B: Tensor, masks: Sequence[Tensor], cache: RowCache) -> Tensor:
         num, dim = len(tokens_B), self.head_dim

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +32,11 @@ from gcore.content.media import ArrayRef
 from gcore.diffusion.denoiser import Condition, Denoiser, stacked, tensors_of
 from gcore.diffusion.noise import EVALUATION, START, normals
 from gcore.diffusion.samplers import schedule_of
-from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
+from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step
 from gcore.generation.sleep import GIB, SleepState
 from gcore.models.networks import Adapters
-from gcore.observe.trace import Tracer
 from gcore.threads import use_threads
-from gcore.types import Completion, Finish, Floats, Request, UserError
+from gcore.types import Completion, Finish, Request, UserError
 from gcore.weights.receiver import WeightReceiver, receiver_in_process
 
 ROW_BLOCK = 8
@@ -82,23 +81,18 @@ class DenoiseJob(Job):
         return (self.request.noise_key if shared is None else shared), START
 
     def completion(self, finish: Finish) -> Completion:
-        content = Latents(self.latents.prompt, self.latents.tokens, self.latents.window)
-        logprobs_S = np.array(self.logprobs, np.float32)
-        if not self.num_steps:
-            return Completion(content, logprobs_S, self.versions_S(), finish)
-        version = int(self.versions_S()[-1])
-        folder = _version_folder(self.folder, version, self.keep)
-        states = torch.stack(self.states).float().cpu().numpy()
-        content = Latents(
-            content.prompt,
-            content.tokens,
-            content.window,
-            pieces=(media.store(states, folder),),
-            last=hashlib.blake2b(states[-1].tobytes(), digest_size=16).digest(),
-            picture=None if self.picture is None else media.store(self.picture, folder),
-            condition=self.condition_refs,
-        )
-        return Completion(content, logprobs_S, self.versions_S(), finish)
+        content, versions_S = Latents(self.latents.prompt, self.latents.tokens, self.latents.window), self.versions_S()
+        if self.num_steps:
+            folder = _version_folder(self.folder, int(versions_S[-1]), self.keep)
+            states = torch.stack(self.states).float().cpu().numpy()
+            content = replace(
+                content,
+                pieces=(media.store(states, folder),),
+                last=hashlib.blake2b(states[-1].tobytes(), digest_size=16).digest(),
+                picture=None if self.picture is None else media.store(self.picture, folder),
+                condition=self.condition_refs,
+            )
+        return Completion(content, np.array(self.logprobs, np.float32), versions_S, finish)
 
 
 def _version_folder(folder: Path, version: int, keep: int) -> Path:
@@ -113,40 +107,22 @@ def _version_folder(folder: Path, version: int, keep: int) -> Path:
     return wanted
 
 
-class DiffusionEngine(SteppedEngine):
-    """Implements protocols.Engine. `folder`: of the latents and pictures; `keep`: weight versions before the current
-    one whose files stay."""
+class DiffusionBackend(DecodeBackend):
+    """`folder`: of the latents and pictures; `keep`: weight versions before the current one whose files stay."""
+
+    make_job = DenoiseJob
 
     def __init__(
         self,
         denoiser: Denoiser,
         spec: Denoising,
         folder: Path,
-        *,
         max_concurrent: int,
         keep: int = 1,
-        threads: int = 1,
-        min_step_s: float = 0.0,
         adapters: Adapters | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
-        backend = DiffusionBackend(denoiser, spec, folder, max_concurrent, keep, threads, adapters)
-        super().__init__(backend, tracer, min_step_s, DenoiseJob)
-
-
-class DiffusionBackend(DecodeBackend):
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        spec: Denoising,
-        folder: Path,
-        max_concurrent: int,
-        keep: int,
-        threads: int,
-        adapters: Adapters | None,
     ) -> None:
         self._denoiser, self._spec, self._schedule = denoiser, spec, schedule_of(spec)
-        self._folder, self.max_concurrent, self._keep, self._threads = folder, max_concurrent, keep, threads
+        self._folder, self.max_concurrent, self._keep = folder, max_concurrent, keep
         self.jobs: list[DenoiseJob] = []
         self._parameters = {name: p for name, p in denoiser.named_parameters() if name.startswith("transformer.")}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
@@ -158,7 +134,7 @@ class DiffusionBackend(DecodeBackend):
         self._receiver = receiver_in_process(self._parameters, adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
-        use_threads(self._threads)
+        use_threads(1)
         return self._receiver, SleepState(("weights",), drops_weights=True)
 
     def close(self) -> None:
@@ -277,9 +253,6 @@ class DiffusionBackend(DecodeBackend):
                 job.picture = picture
         self.remove(done)
         return Step(n, [(job, "stop") for job in done])
-
-    def score(self, requests: Sequence[Request]) -> list[Floats]:
-        raise UserError("a diffusion engine does not score given steps; expected a language model as the teacher")
 
     def remove(self, jobs: Collection[Job]) -> None:
         removed = set(jobs)

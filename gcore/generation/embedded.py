@@ -58,7 +58,7 @@ def make_engine(spec: EngineSpec) -> SteppedEngine:
     tokenizer = spec.load_tokenizer(spec.model)
     network = load_model(spec.model, tokenizer, spec.seed, dtype, device, max_length=spec.max_length)
     adapters = adapters_of(network, spec.lora) if spec.lora else None
-    backend = EmbeddedBackend(network, spec.serving.max_concurrent, spec.max_length, spec.threads, adapters)
+    backend = EmbeddedBackend(network, spec.serving.max_concurrent, spec.max_length, adapters)
     return SteppedEngine(backend, spec.open_tracer(), spec.serving.min_step_s)
 
 
@@ -71,11 +71,10 @@ class EmbeddedBackend(DecodeBackend):
         model: PreTrainedModel,
         max_concurrent: int,
         max_length: int,
-        threads: int = 1,
         adapters: Adapters | None = None,
         fused: bool = True,
     ) -> None:
-        self._model, self._threads, self._device = model, threads, model.device
+        self._model, self._device = model, model.device
         self._traits = traits_of(model.config)
         self.max_concurrent, self._max_length = max_concurrent, max_length
         self._num_layers = model.config.get_text_config().num_hidden_layers
@@ -94,7 +93,7 @@ class EmbeddedBackend(DecodeBackend):
         self._receiver = receiver_in_process(self._parameters, adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
-        use_threads(self._threads)
+        use_threads(1)
         return self._receiver, SleepState(("kv_cache",))  # the weights are not freed
 
     def close(self) -> None:
@@ -124,7 +123,7 @@ class EmbeddedBackend(DecodeBackend):
 
     def check(self, request: Request) -> None:
         row = FAMILIES.get(self._model.config.model_type)
-        check_request(request, self._max_length, self._vocabulary, row.kinds if row else (), scores=True)
+        check_request(request, self._max_length, self._vocabulary, row.kinds if row else ())
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from gcore.config.engines import engines_with
 from gcore.content.tokens import NO_TOKENS, SamplingMask, Tokens, tokens_of
 from gcore.generation.sleep import SleepState
 from gcore.observe.trace import Tracer
@@ -105,9 +106,10 @@ class DecodeBackend(ABC):
     """A model and its batch. All methods except `check` run in the engine's thread. Methods with a body are for
     backends that have nothing to do there."""
 
+    make_job: type[Job] = Job
     compute_lock: AbstractContextManager[Any] = (
         nullcontext()
-    )  # held while computing; engines with common state share it
+    )  # held while computing; shared by engines with common state
     jobs: Collection[Job]  # the batch; empty after `close`
     max_concurrent: int  # most jobs in the batch
 
@@ -132,7 +134,10 @@ class DecodeBackend(ABC):
 
     def score(self, requests: Sequence[Request]) -> list[Floats]:
         """The logprobs of the steps that the requests have, for requests with max_tokens=0 that `check` accepts."""
-        raise UserError("this engine does not return logprobs of given tokens")
+        raise UserError(
+            "this engine does not return logprobs of given steps; expected a teacher with "
+            f"engine={engines_with('scores')} (key: rewards.judges)"
+        )
 
     def flush_steps(self) -> Iterable[Step]:
         """The steps in flight (computed ahead). No new step starts until all of them have been returned."""
@@ -169,19 +174,13 @@ class DecodeBackend(ABC):
 
 
 class SteppedEngine:
-    """Implements protocols.Engine. `min_step_s` emulates a slower device. `make_job`: the kind of jobs that the backend
-    knows. A command is a function that runs in the engine's thread between two steps."""
+    """Implements protocols.Engine. `min_step_s` emulates a slower device. A command is a function that runs in the
+    engine's thread between two steps."""
 
-    def __init__(
-        self,
-        backend: DecodeBackend,
-        tracer: Tracer | None = None,
-        min_step_s: float = 0.0,
-        make_job: type[Job] = Job,
-    ) -> None:
+    def __init__(self, backend: DecodeBackend, tracer: Tracer | None = None, min_step_s: float = 0.0) -> None:
         """Returns when the backend is open; raises what prevented it."""
         self.backend, self._tracer, self._min_step_s = backend, tracer or Tracer(None, "engine"), min_step_s
-        self._make_job, self._arrivals = make_job, itertools.count()
+        self._arrivals = itertools.count()
         self.version = 0
         self._changed = threading.Condition()  # guards the next three and the two states below
         self._queue: list[Job] = []  # heap of the jobs that are not in the batch yet
@@ -203,7 +202,7 @@ class SteppedEngine:
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
             self.backend.check(request)
-        jobs = [self._make_job(request, ticket, next(self._arrivals), Future()) for request in requests]
+        jobs = [self.backend.make_job(request, ticket, next(self._arrivals), Future()) for request in requests]
         with self._changed:
             self._check_running()
             for job in jobs:
@@ -386,7 +385,7 @@ class SteppedEngine:
         self._abort()
         self._wake(())
         if self._receiver.forget_update():
-            self._memory.lose_weights()
+            self._memory.weights_lost = True
 
     def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
         self._memory.check_load(version)
@@ -399,7 +398,7 @@ class SteppedEngine:
                 self.backend.load(tensors, version, last)
         if not self._receiver.incomplete:
             self.version = version
-            self._memory.loaded()
+            self._memory.weights_lost = False
             restarted = self.backend.finish_load()
             with self._changed:
                 for job in restarted:

@@ -208,8 +208,7 @@ class EnginePool(ClientPool[EngineClient]):
         if own is None:
             router = Router(len(engines), (rank, size), limit=shared_limit(max_concurrent, size if roam else 1))
         else:
-            limits = limits_of(max_concurrent, per_call)
-            router = Router(len(engines), (rank, size), own, limits.own, limits.guest)
+            router = Router(len(engines), (rank, size), own, *limits_of(max_concurrent, per_call))
         return cls(engines, router, role, Links(rank, nodes))
 
     async def generate(self, requests: Sequence[Request], priority: int = 0, key: Hashable = None) -> list[Completion]:

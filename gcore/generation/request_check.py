@@ -10,28 +10,12 @@ from gcore.content.tokens import tokens_of
 from gcore.types import Request, UserError
 
 
-def check_score(request: Request, max_length: int, engine: str) -> None:
-    """Raise UserError if vLLM or SGLang cannot return the logprobs of the request's own steps, if it asks for these."""
-    if request.params.max_tokens:
-        return
-    if request.params.temperature != 1 or tokens_of(request.content).media:
-        raise UserError(
-            f"{engine} returns logprobs of given tokens at temperature 1 and without images, got temperature "
-            f"{request.params.temperature} (keys: generation.temperature=1, or "
-            f"engine={engines_with('scores_at_any_temperature')} for the teacher)"
-        )
-    if request.content.size >= max_length:
-        raise UserError(
-            f"{engine} needs room for one more token to score {request.content.size} tokens; expected at most "
-            f"{max_length - 1} (keys: data.max_prompt_length, generation.max_response_length)"
-        )
-
-
 def check_request(
-    request: Request, max_length: int, vocabulary: int, accepts: Collection[str] = (), scores: bool = False
+    request: Request, max_length: int, vocabulary: int, accepts: Collection[str] = (), library: str = ""
 ) -> None:
-    """Raise UserError for a request that cannot be served, before vLLM or SGLang gets it. `scores`: the engine serves
-    requests that generate nothing and return the logprobs of their own steps; `accepts`: kinds of media."""
+    """Raise UserError for a request that cannot be served, before the engine gets it. `accepts`: kinds of media.
+    `library`: vLLM or SGLang, which score the request's own steps (max_tokens=0) only at temperature 1, and need room
+    for one more token."""
     params, content = request.params, tokens_of(request.content)
     tokens_T, total = content.tokens_T, content.size + params.max_tokens
     if len(tokens_T) == 0:
@@ -41,9 +25,8 @@ def check_request(
             f"an engine request has a token outside the vocabulary of {vocabulary}: tokens "
             f"{tokens_T.min()} to {tokens_T.max()} (does the tokenizer belong to this model?)"
         )
-    if params.max_tokens < 1 and not (
-        scores and params.max_tokens == 0 and content.num_steps and len(content.tokens_P)
-    ):
+    scores = params.max_tokens == 0 and content.num_steps > 0 and len(content.tokens_P) > 0
+    if params.max_tokens < 1 and not scores:
         raise UserError(f"an engine request has max_tokens {params.max_tokens}; expected at least 1")
     if total > max_length:
         raise UserError(
@@ -57,10 +40,21 @@ def check_request(
             f"an engine request has {len(refused)} {what}, expected none: this engine serves {served} only "
             f"(key: model.path or model.build of a model that takes {what})"
         )
-    if kinds and params.max_tokens == 0:
+    if kinds and scores:
         raise UserError(
             f"an engine request for the logprobs of given tokens has {len(kinds)} {KINDS[kinds[0]].plural}, expected "
             "none: teachers read only text (key: rewards.judges, mode=teacher)"
         )
     for medium in content.media:
         medium.check()
+    if library and scores and params.temperature != 1:
+        raise UserError(
+            f"{library} returns logprobs of given tokens at temperature 1 and without images, got temperature "
+            f"{params.temperature} (keys: generation.temperature=1, or "
+            f"engine={engines_with('scores_at_any_temperature')} for the teacher)"
+        )
+    if library and scores and content.size >= max_length:
+        raise UserError(
+            f"{library} needs room for one more token to score {content.size} tokens; expected at most "
+            f"{max_length - 1} (keys: data.max_prompt_length, generation.max_response_length)"
+        )

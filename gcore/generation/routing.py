@@ -55,18 +55,12 @@ def own_replicas(
     return frozenset(replica for replica, owner in owners.items() if owner == rank)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLimits:
-    """Most outstanding requests of a controller per replica. ReplicaLimits(own=96, guest=48)"""
+def limits_of(slots: int, per_call: int = 1) -> tuple[int, int]:
+    """Most outstanding requests of a controller at a replica of its own, and at one of another controller: (96, 48).
 
-    own: int
-    guest: int  # at replicas of other controllers
-
-
-def limits_of(slots: int, per_call: int = 1) -> ReplicaLimits:
-    """`slots`: sequences that a replica decodes at the same time. `per_call`: requests that stay together. The second
+    `slots`: sequences that a replica decodes at the same time. `per_call`: requests that stay together. The second
     call is sent before the first has ended: a call frees its room only when all of its requests have ended."""
-    return ReplicaLimits(max(round(OWN_PER_SLOT * slots), slots + per_call), max(1, round(GUEST_PER_SLOT * slots)))
+    return max(round(OWN_PER_SLOT * slots), slots + per_call), max(1, round(GUEST_PER_SLOT * slots))
 
 
 def shared_limit(slots: int, num_controllers: int) -> int:

@@ -26,28 +26,20 @@ import torch
 
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.generation.engine_shell import WATCH_S, DecodeBackend, Ended, Job, Step, SteppedEngine
-from gcore.generation.request_check import check_request, check_score
+from gcore.generation.request_check import check_request
 from gcore.generation.sglang_core import SglangServer, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
 from gcore.generation.spec import EngineSpec, LibraryOptions
-from gcore.observe.trace import Tracer
 from gcore.types import Finish, Floats, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 T = TypeVar("T")
 
 
-def make_engine(spec: EngineSpec) -> SglangEngine:
+def make_engine(spec: EngineSpec) -> SteppedEngine:
     tracer = spec.open_tracer()
     with tracer.span("start"):
-        return SglangEngine(*LibraryOptions.of(spec), tracer)
-
-
-class SglangEngine(SteppedEngine):
-    """Implements protocols.Engine."""
-
-    def __init__(self, folder: Path, options: LibraryOptions, tracer: Tracer | None = None) -> None:
-        super().__init__(SglangBackend(folder, options), tracer)
+        return SteppedEngine(SglangBackend(*LibraryOptions.of(spec)), tracer)
 
 
 class SglangBackend(DecodeBackend):
@@ -108,8 +100,7 @@ class SglangBackend(DecodeBackend):
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        check_request(request, self._options.max_length, self._server.vocabulary, scores=True)
-        check_score(request, self._options.max_length, "SGLang")
+        check_request(request, self._options.max_length, self._server.vocabulary, library="SGLang")
 
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
         for job in jobs:

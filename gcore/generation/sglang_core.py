@@ -1,6 +1,6 @@
 """Access to SGLang's internals: opening and closing it, and patches that run in its scheduler's process.
 
-    role's process: SglangEngine ── SGLang's front (a queue, no tokenizer) ──ipc──> child: SGLang's scheduler, the model
+    role: SglangBackend ── SGLang's front (a queue, no tokenizer) ──ipc──> child: SGLang's scheduler, the model
 
 Written against SGLang 0.5.15.post1 and 0.5.23; both were run on a CPU. Traps that this file handles:
 - When SGLang opens, it changes its process: logging, event loop policy, process start method, environment, SIGQUIT.
@@ -24,9 +24,9 @@ import multiprocessing
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ SPARE = 8  # tokens of the context length that SGLang reserves
 class SglangServer:
     """A running SGLang: its front in this process, and the processes that it started."""
 
-    def __init__(self, front: Any, processes: list[Any], failure: Path) -> None:
-        self.front, self.manager, self.vocabulary = front, front.tokenizer_manager, 0
+    def __init__(self, front: Any, processes: list[Any], failure: Path, vocabulary: int) -> None:
+        self.front, self.manager, self.vocabulary = front, front.tokenizer_manager, vocabulary
         self.has_sessions = hasattr(self.manager, "begin_weight_update")  # of weight updates; newer versions need them
         self._processes, self._failure = processes, failure
 
@@ -76,7 +76,7 @@ def open_server(folder: Path, options: LibraryOptions) -> SglangServer:
     if options.max_length > longest:
         raise UserError(f"SGLang cannot serve {folder}: {options.max_length} tokens, the model has {longest} positions")
     with _restored_process_state():
-        front_class = _front_class(Child(name, options.device == "cpu", options.threads, options.seeds), processes)
+        front_class = _front_class(partial(_schedule, name, options.device == "cpu", options.seeds), processes)
         try:
             front = front_class(**_arguments(folder, options, config))
             front.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process if a child dies
@@ -84,12 +84,10 @@ def open_server(folder: Path, options: LibraryOptions) -> SglangServer:
             _end(processes)
             why = _last_line(failure) or " ".join(str(error).split())
             raise UserError(f"SGLang cannot serve {folder}: {why}") from error
-    server = SglangServer(front, processes, failure)
-    server.vocabulary = config["vocab_size"]
-    return server
+    return SglangServer(front, processes, failure, config["vocab_size"])
 
 
-def _front_class(child: Child, processes: list[Any]) -> Any:
+def _front_class(schedule: Callable[..., None], processes: list[Any]) -> Any:
     """SGLang's Engine with our scheduler process and no detokenizer. Its shutdown ends only its own processes."""
     try:
         from sglang.srt.entrypoints.engine import Engine
@@ -98,7 +96,7 @@ def _front_class(child: Child, processes: list[Any]) -> Any:
         raise UserError(f"generation.engine: {message}") from error
 
     class Front(Engine):  # type: ignore[misc]
-        run_scheduler_process_func = staticmethod(child)
+        run_scheduler_process_func = staticmethod(schedule)
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **options: Any) -> Any:
@@ -209,42 +207,34 @@ def _last_line(file: Path) -> str:
 # ---- in the scheduler's process
 
 
-@dataclass(frozen=True)
-class Child:
-    """Entry point of the scheduler's process, with its arguments."""
+def _schedule(failure: str, cpu: bool, seeds: bool, *args: Any, **options: Any) -> None:
+    """Entry point of the scheduler's process. `failure`: file for the traceback if it dies."""
+    import psutil
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers import scheduler
 
-    failure: str  # file for the traceback if it dies
-    cpu: bool
-    threads: int
-    seeds: bool
+    process_class: Any = psutil.Process
+    process_class.send_signal = lambda process, signal: os._exit(1)  # SGLang would kill the role's process
+    traceback = scheduler.get_exception_traceback
 
-    def __call__(self, *args: Any, **options: Any) -> None:
-        import psutil
-        from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.managers import scheduler
+    def recorded_traceback() -> str:
+        text = str(traceback())
+        Path(failure).write_text(text)
+        return text
 
-        process_class: Any = psutil.Process
-        process_class.send_signal = lambda process, signal: os._exit(1)  # SGLang would kill the role's process
-        traceback = scheduler.get_exception_traceback
+    scheduler.get_exception_traceback = recorded_traceback
+    ModelConfig._get_hf_eos_token_id = lambda config: None  # only the stop tokens of a request end it
+    if cpu:
+        from sglang.srt.layers.rotary_embedding import base
 
-        def recorded_traceback() -> str:
-            text = str(traceback())
-            Path(self.failure).write_text(text)
-            return text
-
-        scheduler.get_exception_traceback = recorded_traceback
-        ModelConfig._get_hf_eos_token_id = lambda config: None  # only the stop tokens of a request end it
-        if self.cpu:
-            from sglang.srt.layers.rotary_embedding import base
-
-            base._is_cpu = True
-            torch._dynamo.config.disable = True
-            torch.set_num_threads(self.threads)
-        _flush_while_paused()
-        _sample_as_embedded()
-        if self.seeds:
-            _seed_requests()
-        scheduler.run_scheduler_process(*args, **options)
+        base._is_cpu = True
+        torch._dynamo.config.disable = True
+        torch.set_num_threads(1)
+    _flush_while_paused()
+    _sample_as_embedded()
+    if seeds:
+        _seed_requests()
+    scheduler.run_scheduler_process(*args, **options)
 
 
 def _flush_while_paused() -> None:

@@ -28,13 +28,12 @@ class SleepState:
     def __init__(self, memory: Sequence[str] = MEMORY, drops_weights: bool = False, adapters: bool = False) -> None:
         self._memory, self._drops_weights, self._adapters = memory, drops_weights, adapters
         self._asleep: set[str] = set()
-        self.weights_dropped = False
-        self._mixed = False  # the weights are a mix of two versions
+        self.weights_lost = False  # dropped, or a mix of two versions: until a whole update has arrived
 
     @property
     def awake(self) -> bool:
         """The engine can decode, if no weight update is incomplete."""
-        return not (self._asleep or self.weights_dropped or self._mixed)
+        return not (self._asleep or self.weights_lost)
 
     def may_sleep(self, level: int, in_progress: int, weights_arriving: bool) -> bool:
         """False if the engine is asleep already. Raises if it must not sleep now."""
@@ -52,7 +51,8 @@ class SleepState:
         return True
 
     def sleep(self, level: int) -> None:
-        self._asleep, self.weights_dropped = set(self._memory), level == 2 and self._drops_weights
+        self._asleep = set(self._memory)
+        self.weights_lost |= level == 2 and self._drops_weights
 
     def due(self, tags: Sequence[str]) -> list[str]:
         """The tags to allocate for `wake(*tags)`; no tags: all."""
@@ -66,11 +66,3 @@ class SleepState:
     def check_load(self, version: int) -> None:
         if "weights" in self._asleep:
             raise RuntimeError(f"weights of version {version} sent to an engine that is asleep; wake 'weights' first")
-
-    def lose_weights(self) -> None:
-        """The weights are a mix of two versions. They cannot be used until a whole update has arrived."""
-        self._mixed = True
-
-    def loaded(self) -> None:
-        """All weights of an update have arrived."""
-        self.weights_dropped = self._mixed = False

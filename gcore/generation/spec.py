@@ -33,7 +33,6 @@ class EngineSpec:
     index: int  # of the replica, among those of its role
     load_tokenizer: Callable[[Model], Any]
     trace: Path | None = None  # folder of the timeline
-    threads: int = 1  # on CPU
     memory_fraction: float = 0.4  # of the GPU
     sleeps: bool = False  # between rollouts
     restarts: bool = False  # the driver starts it again if its process ends
@@ -71,7 +70,6 @@ class LibraryOptions:
     device: str = "cpu"  # SGLang; vLLM knows its own
     memory_fraction: float = 0.4  # of the GPU
     cpu_cache_gib: float = 1.0
-    threads: int = 1  # on CPU
     tensor_parallel: int = 1
     eager: bool = False  # no compilation, no CUDA graphs: starts faster, decodes slower
     decode_steps: int = 8  # vLLM on GPUs: at most this many steps are launched at once (vllm_run.py)
@@ -100,7 +98,6 @@ class LibraryOptions:
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
             memory_fraction=spec.memory_fraction,
-            threads=spec.threads,
             tensor_parallel=serving.tensor_parallel,
             eager=serving.eager,
             decode_steps=serving.decode_steps,

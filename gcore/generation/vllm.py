@@ -27,7 +27,7 @@ from gcore.config.engines import engines_taking
 from gcore.content.tokens import tokens_of
 from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.noise import noise_key
-from gcore.generation.request_check import check_request, check_score
+from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState, free_gpu
 from gcore.generation.spec import EngineSpec, LibraryOptions
 from gcore.generation.vllm_core import (
@@ -43,7 +43,6 @@ from gcore.generation.vllm_core import (
 )
 from gcore.generation.vllm_run import DecodeRuns, NewTokens, generated
 from gcore.models.decoders import forbidden_tokens
-from gcore.observe.trace import Tracer
 from gcore.types import Finish, Floats, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
@@ -53,17 +52,10 @@ GATHER_STEPS, GATHER_SHARE = 16, 1 / 8  # fill free slots after this many steps,
 _PROCESS_LOCK = threading.Lock()
 
 
-def make_engine(spec: EngineSpec) -> VllmEngine:
+def make_engine(spec: EngineSpec) -> SteppedEngine:
     tracer = spec.open_tracer()
     with tracer.span("start"):
-        return VllmEngine(*LibraryOptions.of(spec), tracer)
-
-
-class VllmEngine(SteppedEngine):
-    """Implements protocols.Engine."""
-
-    def __init__(self, folder: Path, options: LibraryOptions, tracer: Tracer | None = None) -> None:
-        super().__init__(VllmBackend(folder, options), tracer)
+        return SteppedEngine(VllmBackend(*LibraryOptions.of(spec)), tracer)
 
 
 class VllmBackend(DecodeBackend):
@@ -109,8 +101,7 @@ class VllmBackend(DecodeBackend):
 
     def check(self, request: Request) -> None:
         accepts = ("image", "video") if self._accepts_images else ()  # videos have a message of their own
-        check_request(request, self.options.max_length, self._vocabulary, accepts, scores=True)
-        check_score(request, self.options.max_length, "vLLM")
+        check_request(request, self.options.max_length, self._vocabulary, accepts, "vLLM")
         media = tokens_of(request.content).media
         if tokens_of(request.content).step_media or any(medium.kind != "image" for medium in media):
             raise UserError(

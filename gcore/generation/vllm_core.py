@@ -89,7 +89,7 @@ def open_core(folder: Path, options: LibraryOptions) -> Any:
         logprobs_mode="processed_logprobs",
         **platform,
     )
-    with _threads_and_memory(options.threads) if is_cpu() else own_memory():
+    with _threads_and_memory() if is_cpu() else own_memory():
         try:
             model = arguments.create_model_config()
             if model.is_multimodal_model:  # needed to expand image placeholders
@@ -112,11 +112,11 @@ def _prepare_runs(arguments: Any, model: Any, options: LibraryOptions) -> None:
 
 
 @contextmanager
-def _threads_and_memory(threads: int) -> Iterator[None]:
-    """CPU: stop vLLM from binding this process's memory to a NUMA node and from changing torch permanently."""
+def _threads_and_memory() -> Iterator[None]:
+    """CPU: one thread. vLLM must not bind this process's memory to a NUMA node, nor change torch permanently."""
     operators: Any = torch.ops._C
     set_threads = torch.set_num_threads
-    set_threads(threads)
+    set_threads(1)
     operators.init_cpu_memory_env = lambda nodes: None
     try:
         yield

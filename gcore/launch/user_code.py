@@ -22,7 +22,7 @@ from gcore.controller.run_prompts import Filter
 from gcore.observe.values import Row
 from gcore.preparation.advantages import Scoring
 from gcore.types import Scored, UserError
-from gcore.user_functions import load_function
+from gcore.user_files import load_function
 from gcore.workflows.context import Workflow
 
 OnStep = Callable[[Row], object]

@@ -78,23 +78,22 @@ class Diffusion:
 
     def engine(self, spec: EngineSpec) -> Engine:
         from gcore.diffusion.pipelines import load_denoiser
-        from gcore.generation.diffusion import DiffusionEngine
+        from gcore.generation.diffusion import DiffusionBackend
+        from gcore.generation.engine_shell import SteppedEngine
         from gcore.models.networks import adapters_of
 
         config, generation, (device, dtype) = self.config, self.config.generation, spec.placed()
         denoiser = load_denoiser(config, device, dtype, encoders=True)
         lora, stale = config.model.lora, config.sampling.staleness
-        return DiffusionEngine(
+        backend = DiffusionBackend(
             denoiser,
             self._spec,
             config.run.folder / "latents" / spec.name,
-            max_concurrent=generation.max_concurrent,
+            generation.max_concurrent,
             keep=stale + 2 * config.checkpoint.every if stale else 1,  # checkpoints refer to samples not trained on yet
-            threads=spec.threads,
-            min_step_s=generation.min_step_s,
             adapters=adapters_of(denoiser, lora) if lora else None,
-            tracer=spec.open_tracer(),
         )
+        return SteppedEngine(backend, spec.open_tracer(), generation.min_step_s)
 
     def backend(self, topology: Topology, shard: int, device: torch.device, dtype: torch.dtype) -> FsdpBackend:
         import torch

@@ -15,7 +15,7 @@ from gcore.prompts.digits import make_digits, make_draw_digits
 from gcore.prompts.files import DatasetRows, Row, computed_rows
 from gcore.prompts.task_args import expect, nearest, split_of, task_args
 from gcore.types import UserError
-from gcore.user_functions import load_function, one_line
+from gcore.user_files import load_function, one_line
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 ARITHMETIC: Row = {

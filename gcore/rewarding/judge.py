@@ -25,12 +25,11 @@ from typing import Any, TypeVar
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gcore import user_files
 from gcore.config.judges import VerdictJudge
 from gcore.rewarding.judge_backend import JudgeBackend, Key
 from gcore.rewarding.source import Answer, Source, is_finite, scalar, short
 from gcore.types import Message, Prompt, RewardError, Rollout, SamplingParams, UserError
-from gcore.user_functions import load_function
+from gcore.user_files import load_function, template_text
 
 T = TypeVar("T")
 
@@ -205,7 +204,7 @@ class JudgePrompt:
     def __init__(self, spec: VerdictJudge, backend: JudgeBackend, key: str):
         self.spec, self.backend, self.key = spec, backend, key
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-        text = user_files.template_text(spec.template, f"{key}.template")
+        text = template_text(spec.template, f"{key}.template")
         try:
             self._tree, self._template = environment.parse(text), environment.from_string(text)
         except TemplateError as error:

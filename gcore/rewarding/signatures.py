@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from gcore.rewarding.source import short
 from gcore.types import UserError
-from gcore.user_functions import load_function, one_line
+from gcore.user_files import load_function, one_line
 
 Function = Callable[..., Any]
 Style = Literal["trl", "verl", "openrlhf"]

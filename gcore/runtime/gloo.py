@@ -15,28 +15,22 @@ TIMEOUT_S = 6 * 3600.0  # the driver notices dead processes; this limit is for p
 
 def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S, device: Any = None) -> None:
     """Set up this process's default group. A single process needs no network."""
-    timeout = timedelta(seconds=timeout_s)
-    device = device if backend == "nccl" else None
+    rank, size, timeout = rendezvous.rank, rendezvous.size, timedelta(seconds=timeout_s)
+    store: HashStore | TCPStore
     if rendezvous.address is None:
-        if not dist.is_initialized():
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
-        return
-    host, _, port = rendezvous.address.rpartition(":")
-    listener = None if rendezvous.listener is None else rendezvous.listener.detach()
-    store = TCPStore(
-        host,
-        int(port),
-        rendezvous.size,
-        is_master=rendezvous.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rendezvous.rank,
-        world_size=rendezvous.size,
-        timeout=timeout,
-        device_id=device,
-    )
+        if dist.is_initialized():
+            return
+        rank, size, store = 0, 1, HashStore()
+    else:
+        host, _, port = rendezvous.address.rpartition(":")
+        store = TCPStore(
+            host,
+            int(port),
+            size,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=None if rendezvous.listener is None else rendezvous.listener.detach(),
+        )
+    device = device if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)

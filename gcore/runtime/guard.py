@@ -42,7 +42,7 @@ class Guard:
         self.pid = self._process.pid
 
     def register(self, processes: Iterable[psutil.Process]) -> None:
-        new = [p for p in processes if p.pid not in self._registered and p.pid != self.pid]
+        new = [p for p in processes if p.pid not in self._registered]
         if new and self._process.stdin is not None:
             self._registered |= {p.pid for p in new}
             with contextlib.suppress(OSError):

@@ -144,6 +144,9 @@ def look_at_nodes(
     from ray import exceptions
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    def clock(probe: Any) -> float:
+        return float(ray.get(probe.clock.remote(), timeout=ANSWER_S))
+
     probes: dict[str, Any] = {}
     for node in nodes:
         place = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -154,7 +157,7 @@ def look_at_nodes(
         facts = {node: _facts(ref, nodes[node]) for node, ref in asked.items()}
         alive = {node: probes[node] for node, seen in facts.items() if not seen.failure}
         for node, probe in alive.items():
-            offset, error = measure_clock(partial(_remote_clock, probe))
+            offset, error = measure_clock(partial(clock, probe))
             facts[node] = replace(facts[node], clock_s=offset, clock_error_s=error)
         if folder is not None:
             for node, reason in _check_folder(alive, folder).items():
@@ -184,12 +187,6 @@ def _facts(ref: Any, address: str) -> NodeFacts:
     except exceptions.RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if "Error: " in line]
         return NodeFacts(address, failure=(lines or [" ".join(str(error).split())])[-1][:300])
-
-
-def _remote_clock(probe: Any) -> float:
-    import ray
-
-    return float(ray.get(probe.clock.remote(), timeout=ANSWER_S))
 
 
 def measure_clock(clock: Callable[[], float]) -> tuple[float, float]:

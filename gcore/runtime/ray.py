@@ -15,10 +15,10 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import psutil
 
@@ -46,7 +46,6 @@ STOP_S = 10.0  # for killed processes to end
 NODE_GONE = "its node has left the Ray cluster"
 NODE_DIED = "its node has died"  # in Ray's text
 _TOKEN = secrets.token_hex(32)
-T = TypeVar("T")
 
 
 class RayHandle:
@@ -179,18 +178,6 @@ class RayRuntime:
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> list[RayHandle]:
-        return await self._unless_ray_fails(self._start_group(kind, factory, args)) if args else []
-
-    async def _start_group(
-        self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
-    ) -> list[RayHandle]:
-        names, secret = self._create(kind, len(args)), secrets.token_bytes(32)
-        address = await self._started(names[0], self._roles[names[0]].actor.address.remote())
-        for rank, name in enumerate(names):
-            role, meeting = self._roles[name], Rendezvous(rank, len(args), address, secret=secret)
-            visible = None if self._reserved is None else await self._reserved.visible_gpus(role.place.bundles)
-            role.build_args = factory, args[rank], meeting, visible
-
         async def build(name: str) -> None:
             """A process is in `processes()` as soon as it runs, and in `ready()` when its role is built."""
             role = self._roles[name]
@@ -198,7 +185,16 @@ class RayRuntime:
             await self._called(name, role.actor.build.remote(*role.build_args))
             role.is_built = True
 
-        await asyncio.gather(*map(build, names))
+        if not args:
+            return []
+        async with self._daemons.watched():
+            names, secret = self._create(kind, len(args)), secrets.token_bytes(32)
+            address = await self._started(names[0], self._roles[names[0]].actor.address.remote())
+            for rank, name in enumerate(names):
+                role, rendezvous = self._roles[name], Rendezvous(rank, len(args), address, secret=secret)
+                visible = None if self._reserved is None else await self._reserved.visible_gpus(role.place.bundles)
+                role.build_args = factory, args[rank], rendezvous, visible
+            await asyncio.gather(*map(build, names))
         self._roles |= {name: self._roles.pop(name) for name in names}  # in the order of building, not of `prepare`
         self._track_processes()
         return [RayHandle(name, self._roles[name].actor) for name in names]
@@ -222,14 +218,6 @@ class RayRuntime:
                 raise RoleDied(name, NODE_GONE) from None
             self._daemons.check()
             raise self._died(name) from None
-
-    async def _unless_ray_fails(self, work: Coroutine[Any, Any, T]) -> T:
-        """Ray's calls wait without end for a daemon that is stopped."""
-        async with task_group() as tasks:
-            failing = tasks.create_task(self._daemons.until_one_fails())
-            result = await work
-            failing.cancel()
-        return result
 
     def _options(self, kind: str, place: ProcessPlace) -> dict[str, Any]:
         """Options of an actor. Ray restarts a dead process on the same node, `revive` builds its role again."""
@@ -272,23 +260,20 @@ class RayRuntime:
 
     async def revive(self, name: str) -> None:
         """Ray restarts the process by itself. Build the role in it again."""
-        await self._unless_ray_fails(self._revive(name))
-
-    async def _revive(self, name: str) -> None:
-        deadline = time.monotonic() + START_S
-        while True:
-            role = self._roles[name]
-            try:
-                role.pid = await translate(name, role.actor.pid.remote())
-                self._track_processes()
-                await translate(name, role.actor.build.remote(*role.build_args))
-                role.death = ""
-                self._changed.set()
-                return
-            except RoleDied as error:  # not back yet
-                if error.detail == NODE_GONE or time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.1)
+        role, deadline = self._roles[name], time.monotonic() + START_S
+        async with self._daemons.watched():
+            while True:
+                try:
+                    role.pid = await translate(name, role.actor.pid.remote())
+                    self._track_processes()
+                    await translate(name, role.actor.build.remote(*role.build_args))
+                    role.death = ""
+                    self._changed.set()
+                    return
+                except RoleDied as error:  # not back yet
+                    if error.detail == NODE_GONE or time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(0.1)
 
     def dead(self) -> set[str]:
         return {name for name, role in self._roles.items() if role.death == "reported"}
@@ -362,7 +347,6 @@ class RayRuntime:
                     if role.pid in self._tracked:
                         role.memory_mb = self._tracked[role.pid].memory_info().rss / 2**20
             await asyncio.sleep(MEMORY_S)
-        await asyncio.Event().wait()
 
     def stop(self) -> None:
         """Stop the cluster, then kill all processes of the run that are still alive. Calls in progress are lost."""

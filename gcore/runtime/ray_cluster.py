@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,6 +21,7 @@ import psutil
 
 from gcore.observe.files import no_link
 from gcore.protocols import RoleDied
+from gcore.task_group import task_group
 from gcore.types import UserError
 
 DAEMONS = ("gcs_server", "raylet")
@@ -62,17 +63,16 @@ def join() -> None:
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         _probe(_resolved(address))
-    except OSError as error:
-        raise _unreachable(address, " ".join(str(error).split())[:300]) from None
-    import ray
+        import ray
 
-    if ray.is_initialized():
-        return
-    quiet_ray(None)
-    try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise _unreachable(address, " ".join(str(error).split())[:300]) from error
+        if not ray.is_initialized():
+            quiet_ray(None)
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: cannot join a Ray cluster there ({' '.join(str(error).split())[:300]}); start one "
+            "with `ray start --head`, or unset RAY_ADDRESS to use only this machine"
+        ) from error
 
 
 def _resolved(address: str) -> str:
@@ -94,13 +94,6 @@ def _probe(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
         except OSError as error:
             raise OSError(f"{error}, at {address}") from None
-
-
-def _unreachable(address: str, reason: str) -> UserError:
-    return UserError(
-        f"RAY_ADDRESS={address}: cannot join a Ray cluster there ({reason}); start one with `ray start --head`, or "
-        "unset RAY_ADDRESS to use only this machine"
-    )
 
 
 def list_nodes() -> tuple[list[dict[str, Any]], str]:
@@ -173,6 +166,14 @@ class Daemons:
             looks = looks + 1 if any(map(_is_stopped, self._all.values())) else 0
             self.check(stopped_too=looks > STOPPED_LOOKS)
             await asyncio.sleep(DAEMONS_S)
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Raises RoleDied if one fails meanwhile: Ray's calls wait without end for a daemon that is stopped."""
+        async with task_group() as tasks:
+            failing = tasks.create_task(self.until_one_fails())
+            yield
+            failing.cancel()
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -29,6 +29,7 @@ class Process:
         self.role: Any = None
         self._listener: socket.socket | None = None
         self._building = asyncio.Lock()
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not spin on a core
         if folder is not None:
             with contextlib.suppress(OSError):  # a node without this folder needs absolute paths
                 os.chdir(folder)
@@ -49,7 +50,6 @@ class Process:
         return os.getpid()
 
     async def prepare(self, imports: Callable[[], None]) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in `build`
         with contextlib.suppress(Exception):  # `build` fails too, and reports it
             await asyncio.to_thread(imports)
 
@@ -59,29 +59,23 @@ class Process:
         args: tuple[Any, ...],
         rendezvous: Rendezvous,
         visible_gpus: str | None = None,
-    ) -> int:
+    ) -> None:
         """`visible_gpus`: the GPUs to use; None: those that Ray has chosen. If a restart was interrupted by a rollback,
         the role may be built already, or is being built: it is never built twice in one process."""
         async with self._building:
-            if self.role is None:
-                await self._build(factory, args, rendezvous, visible_gpus)
-        return os.getpid()
-
-    async def _build(
-        self, factory: Callable[..., Any], args: tuple[Any, ...], rendezvous: Rendezvous, visible_gpus: str | None
-    ) -> None:
-        if visible_gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not spin on a core
-        if interface := interface_of(node_address()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host name, which may fail
-        try:
-            self.role = await asyncio.to_thread(factory, *args, replace(rendezvous, listener=self._listener))
-        except Exception as error:
-            raise self._wrap(error) from None
-        finally:
-            if self._listener is not None:
-                self._listener.close()  # does nothing if the role's group uses it
+            if self.role is not None:
+                return
+            if visible_gpus is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
+            if interface := interface_of(node_address()):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host name: it may fail
+            try:
+                self.role = await asyncio.to_thread(factory, *args, replace(rendezvous, listener=self._listener))
+            except Exception as error:
+                raise self._wrap(error) from None
+            finally:
+                if self._listener is not None:
+                    self._listener.close()  # does nothing if the role's group uses it
 
     async def call(self, method: str, *args: Any) -> Any:
         if self.role is None:  # sent to the process before this one: Ray delivers the call after the restart

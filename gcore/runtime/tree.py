@@ -201,30 +201,31 @@ class TreeGroup:
         problem = ""
         deadline = time.monotonic() + self._limit_s
         for rank, link in self._down.items():
-            theirs, problem_below, below = self._received(link, rank, name, deadline)
+            problem_below, below = self._received(link, rank, name, deadline)
             problem = problem or problem_below
             value = value if problem else merge(value, below)
-            self._last[rank] = theirs
         if self._up is not None:
             problem, value = self._through_parent(name, problem, value)
         for link in self._down.values():
-            _send(link, (name, problem, None if problem else value))
+            with contextlib.suppress(OSError):  # it died: the next collective says so
+                link.send((name, problem, None if problem else value))
         if problem:
             raise TimeoutError(f"collective {name!r} failed after up to {self._timeout_s:.0f} s: {problem}")
         return value
 
-    def _received(self, link: Link, rank: int, name: str, deadline: float) -> tuple[str, str, Any]:
-        """The name of a child's collective, what is wrong, and what it and the ranks below it have."""
+    def _received(self, link: Link, rank: int, name: str, deadline: float) -> tuple[str, Any]:
+        """What is wrong with a child, and what it and the ranks below it have."""
+        last = self._last[rank]
         try:
             if not link.poll(max(0.0, deadline - time.monotonic())):
-                return self._last[rank], f"missing controller-{rank} (last seen at {self._last[rank]!r})", None
+                return f"missing controller-{rank} (last seen at {last!r})", None
             theirs, problem, value = link.recv()
         except (OSError, EOFError):
-            gone = f"the connection to controller-{rank} broke (last seen at {self._last[rank]!r})"
-            return self._last[rank], gone, None
+            return f"the connection to controller-{rank} broke (last seen at {last!r})", None
+        self._last[rank] = theirs
         if theirs != name and not problem:
             problem = f"controller-{self.rank} is at {name!r} and controller-{rank} at {theirs!r}"
-        return theirs, problem, value
+        return problem, value
 
     def _through_parent(self, name: str, problem: str, value: T) -> tuple[str, T]:
         """Send what arrived from below; receive what all have."""
@@ -249,11 +250,6 @@ def _broken_means_late() -> Iterator[None]:
         raise
     except (OSError, EOFError) as error:
         raise TimeoutError(f"the controllers did not meet: {type(error).__name__}: {error}") from error
-
-
-def _send(link: Link, message: Any) -> None:
-    with contextlib.suppress(OSError):  # it died: the next collective says so
-        link.send(message)
 
 
 def _link(made: socket.socket) -> Link:

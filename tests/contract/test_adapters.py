@@ -54,14 +54,14 @@ def embedded_by_library(network: Any, adapters: Adapters) -> SteppedEngine:
 
 
 def sglang(network: Any, adapters: Adapters) -> Any:
-    from gcore.generation.sglang import SglangEngine
+    from gcore.generation.sglang import SglangBackend
     from gcore.generation.spec import LibraryOptions
 
     options = LibraryOptions(32, MAX_LENGTH, dtype="float32", cpu_cache_gib=0.25, adapters=adapters)
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         build_char_tokenizer(ALPHABET).save_pretrained(folder)
-        return SglangEngine(Path(folder), options)
+        return SteppedEngine(SglangBackend(Path(folder), options))
 
 
 OPEN: dict[str, Callable[..., Any]] = {"embedded": embedded, "embedded-by-library": embedded_by_library}
@@ -245,7 +245,7 @@ def test_on_a_gpu_the_targets_alone_are_loaded_and_weights_are_never_dropped(mon
         vllm, "base_of", lambda folder, shapes, adapters, device, *rest: on_cpu(folder, shapes, adapters, "cpu", *rest)
     )
     monkeypatch.setattr(receiver, "CHUNK_BYTES", 128 * 128 * 2)  # as large as q_proj, larger than down_proj
-    engine = vllm.VllmEngine(tmp_path, LibraryOptions(4, 64, sleep=True, adapters=adapters))
+    engine = SteppedEngine(vllm.VllmBackend(tmp_path, LibraryOptions(4, 64, sleep=True, adapters=adapters)))
     factors = factors_of(base, adapters, 3)
     expected = together(base, adapters, factors)
     assert load(engine, 1, factors) == 1

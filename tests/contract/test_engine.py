@@ -102,7 +102,7 @@ class Lent:
 
 def open_vllm(network: Any, **options: Any) -> Any:
     from gcore.generation.spec import LibraryOptions
-    from gcore.generation.vllm import VllmEngine
+    from gcore.generation.vllm import VllmBackend
 
     length = network.config.max_position_embeddings
     options = {
@@ -116,7 +116,7 @@ def open_vllm(network: Any, **options: Any) -> Any:
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         build_char_tokenizer(ALPHABET).save_pretrained(folder)
-        return VllmEngine(Path(folder), LibraryOptions(**options))
+        return SteppedEngine(VllmBackend(Path(folder), LibraryOptions(**options)))
 
 
 def vllm(network: Any, max_concurrent: int = 32) -> Lent:
@@ -982,7 +982,7 @@ def test_roles_of_one_process_keep_their_own_numbers_of_threads():
             return made
 
     before = torch.get_num_threads()
-    engine = SteppedEngine(Watched(network_of(), 32, MAX_LENGTH, threads=1))
+    engine = SteppedEngine(Watched(network_of(), 32, MAX_LENGTH))
     trainer = threading.Thread(target=use_threads, args=(3,))
     trainer.start()
     trainer.join()

@@ -92,14 +92,15 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def opened(network: Any) -> Iterator[Any]:
+    from gcore.generation.engine_shell import SteppedEngine
     from gcore.generation.spec import LibraryOptions
-    from gcore.generation.vllm import VllmEngine
+    from gcore.generation.vllm import VllmBackend
 
     options = LibraryOptions(max_concurrent=8, max_length=LONG, dtype="float32", cpu_cache_gib=CACHE, **ON_GPU)
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         processor().save_pretrained(folder)
-        engine = VllmEngine(Path(folder), options)
+        engine = SteppedEngine(VllmBackend(Path(folder), options))
         yield engine
         engine.close()
 

@@ -18,7 +18,8 @@ from gcore.config.tree import Config
 from gcore.content.latents import Latents
 from gcore.diffusion.denoiser import stacked, tensors_of
 from gcore.diffusion.pipelines import FAMILIES, PipelineDenoiser, check_denoiser, load_denoiser
-from gcore.generation.diffusion import DiffusionEngine
+from gcore.generation.diffusion import DiffusionBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.models.networks import LORA_A, LORA_B, adapters_of
 from gcore.prompts.conditions import ConditionTemplater
 from gcore.protocols import Rendezvous
@@ -52,7 +53,7 @@ def config_of(folder: Path, **denoising: Any) -> Config:
 
 def samples_of(config: Config, folder: Path, denoiser: Any, number: int = 3) -> dict[Any, Sample]:
     spec = config.generation.denoising
-    engine = DiffusionEngine(denoiser, spec, folder, max_concurrent=8)
+    engine = SteppedEngine(DiffusionBackend(denoiser, spec, folder, max_concurrent=8))
     content = ConditionTemplater(config).prompt({"prompt": "a cat"}, 0, 0).content
     requests = [Request(content, SamplingParams(spec.steps), key) for key in range(number)]
     completions = asyncio.run(engine.generate(requests))
@@ -129,7 +130,7 @@ def test_engine_and_trainer_agree_in_half_precision(folders, tmp_path, name, sca
 def test_asleep_it_has_no_encoders_and_awake_it_makes_the_same_pictures(folders, tmp_path):
     config = config_of(folders["sd3"], guidance_scale=2.0)
     denoiser = load_denoiser(config, CPU, torch.float32, encoders=True)
-    engine = DiffusionEngine(denoiser, config.generation.denoising, tmp_path, max_concurrent=8)
+    engine = SteppedEngine(DiffusionBackend(denoiser, config.generation.denoising, tmp_path, max_concurrent=8))
     content = ConditionTemplater(config).prompt({"prompt": "a cat"}, 0, 0).content
     new = ConditionTemplater(config).prompt({"prompt": "a dog"}, 0, 0).content  # its text is not cached
     modules = (denoiser.pipe.text_encoder, denoiser.pipe.vae, denoiser.transformer)
@@ -156,7 +157,7 @@ def test_asleep_it_returns_its_memory_to_the_gpu(folders, tmp_path, monkeypatch,
     """The trainer is in another process: memory that this one keeps cached is lost for it."""
     config = config_of(folders["sd3"])
     denoiser = load_denoiser(config, CPU, torch.float32, encoders=True)
-    engine = DiffusionEngine(denoiser, config.generation.denoising, tmp_path, max_concurrent=8)
+    engine = SteppedEngine(DiffusionBackend(denoiser, config.generation.denoising, tmp_path, max_concurrent=8))
     held: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(sum(p.numel() for p in denoiser.parameters())))
     asyncio.run(engine.sleep(level))
@@ -222,7 +223,8 @@ def test_adapters(folders, tmp_path, name):
             if parameter_name.endswith(LORA_B):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     served = load_denoiser(config, CPU, torch.float32, encoders=True)
-    engine = DiffusionEngine(served, spec, tmp_path, max_concurrent=8, adapters=adapters_of(served, chosen))
+    backend = DiffusionBackend(served, spec, tmp_path, max_concurrent=8, adapters=adapters_of(served, chosen))
+    engine = SteppedEngine(backend)
     factors = {n: p.detach().numpy() for n, p in own.named_parameters() if n.endswith((LORA_A, LORA_B))}
     content = ConditionTemplater(config).prompt({"prompt": "a cat"}, 0, 0).content
     request = Request(content, SamplingParams(3), 1)

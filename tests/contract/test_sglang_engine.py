@@ -29,7 +29,8 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
 from gcore.content.tokens import Tokens
-from gcore.generation.sglang import SglangEngine
+from gcore.generation.engine_shell import SteppedEngine
+from gcore.generation.sglang import SglangBackend
 from gcore.generation.spec import LibraryOptions
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import MemoryChange
@@ -56,19 +57,19 @@ from tests.contract.test_engine import (
 if CUDA:
     pytest.skip("SGLang has no float32 on GPUs, and the contract is of that", allow_module_level=True)
 
-lent: dict[str, SglangEngine] = {}
+lent: dict[str, SteppedEngine] = {}
 
 
-def open_sglang(network: Any, **options: Any) -> SglangEngine:
+def open_sglang(network: Any, **options: Any) -> SteppedEngine:
     length = network.config.max_position_embeddings
     options = {"max_concurrent": 32, "max_length": length, "dtype": "float32", "cpu_cache_gib": 0.25, **options}
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         build_char_tokenizer(ALPHABET).save_pretrained(folder)
-        return SglangEngine(Path(folder), LibraryOptions(**options))
+        return SteppedEngine(SglangBackend(Path(folder), LibraryOptions(**options)))
 
 
-def sglang(network: Any, max_concurrent: int = 32) -> SglangEngine:
+def sglang(network: Any, max_concurrent: int = 32) -> SteppedEngine:
     """With the weights of the network, and nothing else remembered."""
     kind = network.config.model_type
     if kind not in lent:
@@ -82,7 +83,7 @@ def sglang(network: Any, max_concurrent: int = 32) -> SglangEngine:
     return engine
 
 
-def doomed(network: Any, max_concurrent: int = 32) -> SglangEngine:
+def doomed(network: Any, max_concurrent: int = 32) -> SteppedEngine:
     """For a test that closes or breaks it."""
     sglang(network, max_concurrent)
     return lent.pop(network.config.model_type)
@@ -102,7 +103,7 @@ def networks() -> dict[str, Any]:
 
 
 @pytest.fixture
-def make() -> Callable[..., SglangEngine]:
+def make() -> Callable[..., SteppedEngine]:
     sglang.exact = False  # type: ignore[attr-defined]
     return sglang
 
@@ -314,10 +315,12 @@ def test_the_scheduler_ends_with_the_process_that_opened_it():
         network_of().save_pretrained(folder)
         code = (
             "from pathlib import Path\n"
-            "from gcore.generation.sglang import SglangEngine\n"
+            "from gcore.generation.engine_shell import SteppedEngine\n"
+            "from gcore.generation.sglang import SglangBackend\n"
             "from gcore.generation.spec import LibraryOptions\n"
             "if __name__ == '__main__':\n"
-            f"    engine = SglangEngine(Path({folder!r}), LibraryOptions(4, 64, dtype='float32', cpu_cache_gib=0.1))\n"
+            f"    options = LibraryOptions(4, 64, dtype='float32', cpu_cache_gib=0.1)\n"
+            f"    engine = SteppedEngine(SglangBackend(Path({folder!r}), options))\n"
             "    print(engine.backend._server._processes[0].pid, flush=True)\n"
             "    import time; time.sleep(600)\n"
         )

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from gcore.content.tokens import Tokens
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.spec import LibraryOptions
 from gcore.generation.vllm_core import open_core, skip_block_accounting
 from gcore.protocols import MemoryChange
@@ -561,7 +563,8 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Ahead]]:
     monkeypatch.setattr(vllm, "shut_core", lambda core: None)
     monkeypatch.setattr(vllm, "is_cpu", lambda: False)
     monkeypatch.setattr(vllm, "shapes_of", lambda folder, config: {"a": (), "b": ()})
-    engine = vllm.VllmEngine("", LibraryOptions(max_concurrent=4, max_length=10**6, sleep=True))
+    options = LibraryOptions(max_concurrent=4, max_length=10**6, sleep=True)
+    engine = SteppedEngine(vllm.VllmBackend(Path("no-such-folder"), options))
     yield engine, core
     engine.close()
 

@@ -13,7 +13,8 @@ import torch
 from gcore.config.tree import Config
 from gcore.content.latents import Latents
 from gcore.diffusion.denoiser import BuiltDenoiser
-from gcore.generation.diffusion import DiffusionEngine
+from gcore.generation.diffusion import DiffusionBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.types import Completion, Request, Sample, SamplingParams
 
 TINY = {"hidden_size": 16, "layers": 2, "heads": 2, "image_size": 4, "patch_size": 2}
@@ -44,10 +45,13 @@ def network_of(config: Config, seed: int = 0) -> BuiltDenoiser:
     return network
 
 
-def engine_of(config: Config, folder: Path, network: Any = None, **options: Any) -> DiffusionEngine:
+def engine_of(
+    config: Config, folder: Path, network: Any = None, min_step_s: float = 0.0, **options: Any
+) -> SteppedEngine:
     assert config.generation.denoising is not None
     options = {"max_concurrent": 16, **options}
-    return DiffusionEngine(network or network_of(config), config.generation.denoising, folder, **options)
+    backend = DiffusionBackend(network or network_of(config), config.generation.denoising, folder, **options)
+    return SteppedEngine(backend, min_step_s=min_step_s)
 
 
 def request_of(config: Config, prompt: str = "3", key: int = 5, greedy: bool = False) -> Request:
@@ -57,7 +61,7 @@ def request_of(config: Config, prompt: str = "3", key: int = 5, greedy: bool = F
     return Request(content, SamplingParams(denoising.steps, 0.0 if greedy else 1.0), key)
 
 
-def generate(engine: DiffusionEngine, requests: Sequence[Request]) -> list[Completion]:
+def generate(engine: SteppedEngine, requests: Sequence[Request]) -> list[Completion]:
     return asyncio.run(engine.generate(requests))
 
 

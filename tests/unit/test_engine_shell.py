@@ -275,12 +275,24 @@ def test_dropped_weights_must_arrive_before_the_engine_decodes():
         state = SleepState(drops_weights=drops)
         state.sleep(2)
         state.wake(state.due([]))
-        assert (state.awake, state.weights_dropped) == (awake, drops)
-        state.loaded()
-        assert state.awake
+        assert (state.awake, state.weights_lost) == (awake, drops)
     with pytest.raises(UserError, match=r"generation\.sleep=2 .*model\.lora.*; use 1"):
         SleepState(drops_weights=True, adapters=True).may_sleep(2, 0, False)
     assert SleepState(adapters=True).may_sleep(2, 0, False)
+
+
+def test_dropped_weights_stay_lost_when_the_engine_sleeps_again():
+    async def calls(engine: SteppedEngine) -> None:
+        for level in (2, 1):  # level 1 keeps what is there: no weights
+            await engine.sleep(level)
+            await engine.wake()
+        answers = asyncio.ensure_future(engine.generate([ask()]))
+        await asyncio.sleep(0.02)
+        assert not answers.done()
+        await engine.load_weights(1, WEIGHTS)
+        assert (await answers)[0].versions_S.tolist() == [1, 1, 1]
+
+    run(Counter(), calls)
 
 
 def test_an_engine_that_frees_its_cache_alone_takes_weights_in_its_sleep():

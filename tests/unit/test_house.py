@@ -16,11 +16,10 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "protocols": (),
     "clients": ("protocols",),
     "shipped": (),
-    "user_files": ("shipped",),
     "threads": (),
     "task_group": (),
     "config": ("shipped",),
-    "user_functions": ("config.objects", "user_files"),
+    "user_files": ("config.objects", "shipped"),
     "http_body": (),
     "content": ("config",),
     "observe": ("config", "content.media"),
@@ -33,7 +32,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "runtime": ("config.engines", "faults", "observe", "protocols", "task_group", "user_files"),
     "placement": ("clients", "config", "cost.replica_speed", "protocols"),
     "cost": ("config", "hub"),
-    "prompts": ("config", "content", "http_body", "hub", "user_files", "user_functions"),
+    "prompts": ("config", "content", "http_body", "hub", "user_files"),
     "preparation": ("config", "cost.workload", "protocols"),
     # an engine has a WeightReceiver, a trainer rank a WeightPublisher; a rank saves its shards
     "generation": (
@@ -45,7 +44,6 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     ),
     "rewarding": (
         *("config", "content", "faults", "http_body", "models", "observe", "protocols", "threads", "user_files"),
-        "user_functions",
     ),
     "checkpoint": ("config", "content", "diffusion", "faults", "hub", "modalities", "models", "prompts", "weights"),
     "workflows": ("config", "content", "generation", "prompts.answers", "protocols"),
@@ -67,12 +65,11 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "launch": (
         *("checkpoint", "clients", "config", "content", "controller", "cost", "emulate"),
         *("faults", "generation", "hub", "modalities", "models", "observe", "placement", "preparation", "prompts"),
-        *("planner", "protocols", "rewarding", "runtime", "training", "user_files", "user_functions", "weights"),
+        *("planner", "protocols", "rewarding", "runtime", "training", "user_files", "weights"),
         "workflows",
     ),
     "driver": (
         *("checkpoint", "clients", "config", "launch", "observe", "protocols", "runtime", "task_group", "user_files"),
-        "user_functions",
     ),
     "api": ("checkpoint", "config", "driver", "observe", "protocols", "shipped"),
     "cli": (
@@ -115,7 +112,6 @@ PURE = (
     "gcore.cost.replica_speed",
     "gcore",
     "gcore.api",
-    "gcore.user_functions",
     "gcore.workflows",
     "gcore.simulate.table",
     "gcore.cost.training_memory",

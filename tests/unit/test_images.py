@@ -127,9 +127,9 @@ def test_logprobs_of_given_tokens_are_refused_with_images():
         request, params=SamplingParams(0), content=replace(request.content, tokens_S=np.ones(3, np.int32))
     )
     text = replace(request, content=replace(request.content, media=()))
-    check_request(text, max_length=64, vocabulary=16, accepts=("image",), scores=True)
+    check_request(text, max_length=64, vocabulary=16, accepts=("image",))
     with pytest.raises(UserError, match=r"has 1 images, expected none: teachers read only text"):
-        check_request(request, max_length=64, vocabulary=16, accepts=("image",), scores=True)
+        check_request(request, max_length=64, vocabulary=16, accepts=("image",))
 
 
 # --- what vLLM is told

@@ -18,7 +18,7 @@ from gcore.config.names import _ALL, TABLES, key_of, leaves, own_name
 from gcore.config.tree import Config
 from gcore.rewarding.signatures import load_reward
 from gcore.types import UserError
-from gcore.user_functions import load_function
+from gcore.user_files import load_function
 from tests.e2e.helpers import write_recipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()

@@ -161,8 +161,8 @@ def test_the_code_of_the_user_arrives_in_another_process(tmp_path, monkeypatch):
     assert archive.data == user_files.pack(["rewards.py"]).data and archive.left_out == {}
     (tmp_path / "archive").write_bytes(archive.data)
     code = (
-        "import sys; from pathlib import Path; from gcore import user_files; from gcore.user_functions import *\n"
-        "user_files.unpack(Path(sys.argv[1]).read_bytes()); print(load_function('rewards.py:score')())"
+        "import sys; from pathlib import Path; from gcore import user_files\n"
+        "user_files.unpack(Path(sys.argv[1]).read_bytes()); print(user_files.load_function('rewards.py:score')())"
     )
     env = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
     for _ in range(2):  # the second process finds the folder

@@ -19,7 +19,7 @@ from gcore.rewarding.functions import FunctionSource, answer_here, calls_of
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.signatures import load_reward, recognise
 from gcore.types import Prompt, RewardError, Rollout, UserError
-from gcore.user_functions import load_function
+from gcore.user_files import load_function
 
 KEY = "rewards.functions"
 

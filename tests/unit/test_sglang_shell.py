@@ -15,6 +15,7 @@ import torch
 
 from gcore.content.tokens import Tokens
 from gcore.generation import sglang
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.spec import LibraryOptions
 from gcore.protocols import MemoryChange
 from gcore.types import Completion, Request, SamplingParams
@@ -127,20 +128,20 @@ def ask(max_tokens: int = 3, content: Tokens | None = None) -> Request:
     return Request(content or Tokens(np.array([4], np.int32)), SamplingParams(max_tokens), 0)
 
 
-def run(calls: Callable[[sglang.SglangEngine], Coroutine[Any, Any, None]], **options: Any) -> sglang.SglangEngine:
-    engine = sglang.SglangEngine(Path("no-such-folder"), LibraryOptions(2, 1000, **options))
+def run(calls: Callable[[SteppedEngine], Coroutine[Any, Any, None]], **options: Any) -> SteppedEngine:
+    engine = SteppedEngine(sglang.SglangBackend(Path("no-such-folder"), LibraryOptions(2, 1000, **options)))
     asyncio.run(asyncio.wait_for(calls(engine), 60))
     engine.close()
     return engine
 
 
-async def until_generated(engine: sglang.SglangEngine, tokens: int) -> None:
+async def until_generated(engine: SteppedEngine, tokens: int) -> None:
     while (await engine.stats()).running_tokens < tokens:
         await asyncio.sleep(0.001)
 
 
 def test_requests_are_served_two_at_a_time_and_counted(server):
-    async def calls(engine: sglang.SglangEngine) -> None:
+    async def calls(engine: SteppedEngine) -> None:
         tasks = [asyncio.ensure_future(engine.generate([ask(40)], str(i))) for i in range(3)]
         await until_generated(engine, 4)
         stats = await engine.stats()
@@ -156,7 +157,7 @@ def test_requests_are_served_two_at_a_time_and_counted(server):
 
 
 def test_an_abort_ends_what_runs_and_what_waits(server):
-    async def calls(engine: sglang.SglangEngine) -> None:
+    async def calls(engine: SteppedEngine) -> None:
         names = ("mine", "other", "mine")
         tasks = [asyncio.ensure_future(engine.generate([ask(200)], name)) for name in names]
         await until_generated(engine, 6)
@@ -172,7 +173,7 @@ def test_an_abort_ends_what_runs_and_what_waits(server):
 
 
 def test_tokens_have_the_version_of_the_load_that_made_them(server):
-    async def calls(engine: sglang.SglangEngine) -> None:
+    async def calls(engine: SteppedEngine) -> None:
         task = asyncio.ensure_future(engine.generate([ask(60)]))
         await until_generated(engine, 5)
         assert await engine.load_weights(7, {"a": WEIGHTS["a"]}, (0, 2)) == 0
@@ -194,7 +195,7 @@ def test_tokens_have_the_version_of_the_load_that_made_them(server):
 
 @pytest.mark.parametrize(("level", "freed"), [(1, ["kv_cache"]), (2, ["weights", "kv_cache"])])
 def test_sleep_frees_by_level_and_requests_wait_for_the_wake(server, level, freed):
-    async def calls(engine: sglang.SglangEngine) -> None:
+    async def calls(engine: SteppedEngine) -> None:
         assert (await engine.sleep(level)).seconds > 0
         assert await engine.sleep(level) == MemoryChange(0.0, 0.0)
         task = asyncio.ensure_future(engine.generate([ask()]))
@@ -213,7 +214,7 @@ def test_sleep_frees_by_level_and_requests_wait_for_the_wake(server, level, free
 
 
 def test_a_reset_ends_all_requests_and_a_mix_of_versions_serves_none(server):
-    async def calls(engine: sglang.SglangEngine) -> None:
+    async def calls(engine: SteppedEngine) -> None:
         tasks = [asyncio.ensure_future(engine.generate([ask(400)], str(i))) for i in range(3)]
         await until_generated(engine, 2)
         await engine.load_weights(3, {"a": WEIGHTS["a"]}, (0, 2))
@@ -230,7 +231,7 @@ def test_a_reset_ends_all_requests_and_a_mix_of_versions_serves_none(server):
 
 
 def test_given_steps_are_scored(server):
-    async def calls(engine: sglang.SglangEngine) -> None:
+    async def calls(engine: SteppedEngine) -> None:
         content = Tokens(np.array([4, 5], np.int32), np.array([6, 7, 8], np.int32))
         (scored,) = await engine.generate([ask(0, content)])
         assert scored.logprobs_S.tolist() == [-1.0, -1.5, -2.0] and scored.finish == "length"
@@ -239,7 +240,7 @@ def test_given_steps_are_scored(server):
 
 
 def test_a_dead_server_and_a_closed_engine_are_told_to_all_who_wait(server):
-    async def calls(engine: sglang.SglangEngine) -> None:
+    async def calls(engine: SteppedEngine) -> None:
         task = asyncio.ensure_future(engine.generate([ask(900)]))
         await until_generated(engine, 2)
         server.death = "SGLang's process 12 is gone (exit code -9)"
