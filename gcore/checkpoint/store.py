@@ -131,17 +131,17 @@ def retain(newest: Path, last: int, every: int = 0, best: int = 0) -> None:
     """Delete checkpoints, with their exports, except the `last` newest ones, the steps that are multiples of `every`,
     and the `best` ones by score. `newest` was just saved: it is kept, even if checkpoints of later steps are left from
     an earlier run."""
-    found = complete(newest.parent)
-    others = [path for path in found if path != newest]
+    checkpoints = complete(newest.parent)
+    others = [path for path in checkpoints if path != newest]
     kept = {newest, *others[max(0, len(others) - last + 1) :]}
     if every:
         steps = [path for path in others if path.name.startswith("step")]
         kept |= {path for path in steps if position(path)[1] % every == 0}
     if best:
-        scores = {path: read_manifest(path).get("score") for path in found}
+        scores = {path: read_manifest(path).get("score") for path in checkpoints}
         scored = [(score, position(path), path) for path, score in scores.items() if score is not None]
         kept |= {path for _, _, path in sorted(scored, reverse=True)[:best]}
-    for old in found:
+    for old in checkpoints:
         if old in kept:
             continue
         # Without its manifest a folder is no checkpoint, so a kill in the middle leaves none that is damaged.

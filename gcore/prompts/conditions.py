@@ -31,7 +31,6 @@ LATENT_PIXELS = 8  # height and width in pixels of one number of the latents
 class ConditionTemplater:
     """In place of source.Templater, with the same methods."""
 
-    tokenizer = None
     media = frozenset[str]()
 
     def __init__(self, config: Config, split: Literal["train", "eval"] = "train", eval_set: str = "") -> None:

@@ -87,8 +87,6 @@ class Templater:
         them). Without a template: the unchanged string, with the special tokens that the tokenizer prepends, such as
         bos. With media: messages have them as parts without content. Raises BadMedia if one cannot be used.
         """
-        if self._processor is None:
-            check_media(row, self.key)
         messages = self.messages(row)
         if self._processor is not None:
             messages, values = messages_with_media(row, messages)
@@ -99,6 +97,7 @@ class Templater:
                 raise
             except UserError as error:
                 raise BadMedia(f"{self.key}: {error}") from None
+        check_media(row, self.key)
         if self._chat:
             text = self._text(messages)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
