@@ -200,12 +200,7 @@ class RemoteBackend(JudgeBackend):
         messages, where = question
         if params.stop_tokens:
             raise UserError(f"{self.key}.url: got stop_tokens; expected none: a server's token ids are unknown here")
-        body = self._body(messages, params, key)
-
-        async def once() -> str:
-            return _content_of(await self.client.post(body))
-
-        return await self.client.with_retries(once, where)
+        return await self.client.post(self._body(messages, params, key), _content_of, where)
 
     def close(self) -> None:
         self.client.close()
