@@ -39,10 +39,6 @@ class Repo:
     code: bool = False  # also its Python files
 
     @property
-    def is_pinned(self) -> bool:
-        return COMMIT.fullmatch(self.revision or "") is not None
-
-    @property
     def revision_key(self) -> str:
         section, _, name = self.key.rpartition(".")
         return f"{section}.tokenizer_revision" if name == "tokenizer" else f"{section}.revision"
@@ -101,7 +97,7 @@ def _repo(model: Model, key: str, name: str) -> Repo:
 def _folder(repo: Repo, *, weights: bool, pinning: bool = False) -> Path:
     """`repo.id` is a hub id only with a commit, or while it is being pinned. Otherwise, if the driver used a relative
     folder, a process in another working directory would download a model of that name from the hub."""
-    if not is_id(repo.id) or not (pinning or repo.is_pinned):
+    if not is_id(repo.id) or not (pinning or COMMIT.fullmatch(repo.revision or "")):
         folder = _newest_export(Path(repo.id))
         if not folder.is_dir():
             raise UserError(

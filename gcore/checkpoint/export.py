@@ -52,24 +52,20 @@ def adapter_folder(folder: Path) -> Path:
 
 def export(source: Path, folder: Path) -> int:
     """Write the policy to `folder`. Returns the number of its tensors, which were read again and compared."""
-    run, checkpoint = locate(source)
-    with store.reading(checkpoint):
-        return _export(run, checkpoint, folder)
-
-
-def _export(run: Path, checkpoint: Path, folder: Path) -> int:
-    config = load_config(run / "config.yaml")
-    for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
-        _check_place(place)
     from safetensors import SafetensorError
 
-    try:
-        return kind_of(config).export(checkpoint, folder, adapter_folder(folder))
-    except (OSError, SafetensorError) as error:  # the disk is full, or a share is gone
-        raise UserError(
-            f"{folder}: not exported: {' '.join(str(error).split())}; delete what was written there, and try again "
-            "where there is enough space"
-        ) from error
+    run, checkpoint = locate(source)
+    with store.reading(checkpoint):
+        config = load_config(run / "config.yaml")
+        for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
+            _check_place(place)
+        try:
+            return kind_of(config).export(checkpoint, folder, adapter_folder(folder))
+        except (OSError, SafetensorError) as error:  # the disk is full, or a share is gone
+            raise UserError(
+                f"{folder}: not exported: {' '.join(str(error).split())}; delete what was written there, and try again "
+                "where there is enough space"
+            ) from error
 
 
 def export_language_model(

@@ -35,23 +35,19 @@ def export_pipeline(config: Config, checkpoint: Path, folder: Path, adapters: Pa
     from gcore.checkpoint import tensors
     from gcore.diffusion.pipelines import load_denoiser
     from gcore.hub import model_folder
-    from gcore.models.networks import LORA_A, LORA_B, adapters_of
+    from gcore.models.networks import LORA_B, adapters_of
+    from gcore.weights.receiver import Base
 
     weights = checkpoint / "weights"
     saved = tensors.read(weights, tensors.shapes(weights))
     denoiser = load_denoiser(config, torch.device("cpu"), torch.float32, encoders=False)
     trained = dict(saved)
     if config.model.lora is not None:
-        found = adapters_of(denoiser, config.model.lora)
-        own = dict(denoiser.named_parameters())
-        trained = {
-            f"{layer}.weight": found.merge(
-                own[f"{layer}.weight"].detach(), saved[layer + LORA_A], saved[layer + LORA_B]
-            )
-            for layer in found.layers
-        }
+        lora = adapters_of(denoiser, config.model.lora)
+        base = {name: parameter.detach() for name, parameter in denoiser.named_parameters()}
+        trained = dict(Base(lora, base, torch.device("cpu"), torch.float32).merged(saved))
         adapters.mkdir(parents=True, exist_ok=True)
-        scaled = {n: t * (found.alpha / found.rank) if n.endswith(LORA_B) else t for n, t in saved.items()}
+        scaled = {n: t * (lora.alpha / lora.rank) if n.endswith(LORA_B) else t for n, t in saved.items()}
         # diffusers takes alpha = rank, if a file does not say otherwise
         save_file({n: t.contiguous() for n, t in scaled.items()}, adapters / "pytorch_lora_weights.safetensors")
     if unknown := denoiser.load_state_dict(trained, strict=False).unexpected_keys:

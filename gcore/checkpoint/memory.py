@@ -67,6 +67,19 @@ def complete(run_folder: Path) -> list[Path]:
     return sorted([*_in_memory(run_folder), *store.complete(run_folder)], key=store.position)
 
 
+def candidates(resume: str, run_folder: Path) -> list[Path]:
+    """The checkpoints that `run.resume` allows, the preferred one first; none: start from the beginning."""
+    if resume == "never":
+        return []
+    if resume == "auto":
+        return complete(run_folder)[::-1]
+    if not (Path(resume) / store.MANIFEST).is_file():
+        raise UserError(
+            f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N or warm_N)"
+        )
+    return [Path(resume)]
+
+
 def is_in_memory(checkpoint: Path) -> bool:
     return checkpoint.parent.name == LINK
 

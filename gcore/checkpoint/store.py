@@ -14,11 +14,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from gcore import faults
+from gcore.observe.files import no_link
 from gcore.types import FileEntry, UserError
 
 MANIFEST, STATE, EXPORTS = "manifest.json", "state.json", "hf"
@@ -53,7 +53,7 @@ def write_file(path: Path, contents: Iterable[Any]) -> FileEntry:
     """Write a file to disk and read it again. The checksum is that of the bytes in memory. OSError if they differ."""
     faults.reach("file")
     digest, size = hashlib.sha256(), 0
-    with open(path, "wb", buffering=0, opener=_no_link) as file:
+    with open(path, "wb", buffering=0, opener=no_link) as file:
         for content in contents:
             view = memoryview(content).cast("B")
             digest.update(view)
@@ -68,11 +68,6 @@ def write_file(path: Path, contents: Iterable[Any]) -> FileEntry:
         raise OSError(f"{path} was written, but what is read from it differs")
     faults.reach("written", path)
     return entry
-
-
-def _no_link(path: str, flags: int) -> int:
-    """OSError for a symbolic link that another program has put there."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def entry_of(path: Path) -> FileEntry:
@@ -132,33 +127,23 @@ def remove(folder: Path) -> None:
 # ---- which remain ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Retention(last=2, every=0, best=1): the newest two, and the one with the best score."""
-
-    last: int = 2
-    every: int = 0
-    best: int = 0
-
-    def dropped(self, scores: Mapping[Path, float | None], newest: Path) -> list[Path]:
-        """Those of the checkpoints, oldest first and with their scores, that are not kept. `newest` was just saved: it
-        is kept, even if checkpoints of later steps are left from an earlier run."""
-        others = [path for path in scores if path != newest]
-        kept = {newest, *others[max(0, len(others) - self.last + 1) :]}
-        steps = [(path, position(path)[1]) for path in others if position(path)[0] == KINDS.index("step")]
-        kept |= {path for path, step in steps if self.every and step % self.every == 0}
-        scored = sorted(
-            ((score, position(path), path) for path, score in scores.items() if score is not None), reverse=True
-        )
-        kept |= {path for _, _, path in scored[: self.best]}
-        return [path for path in scores if path not in kept]
-
-
-def retain(newest: Path, retention: Retention) -> None:
-    """Delete what is not kept, with its export."""
-    found = complete(newest.parent)
-    scores = {path: read_manifest(path).get("score") for path in found} if retention.best else dict.fromkeys(found)
-    for old in retention.dropped(scores, newest):
+def retain(newest: Path, last: int, every: int = 0, best: int = 0) -> None:
+    """Delete checkpoints, with their exports, except the `last` newest ones, the steps that are multiples of `every`,
+    and the `best` ones by score. `newest` was just saved: it is kept, even if checkpoints of later steps are left from
+    an earlier run."""
+    checkpoints = complete(newest.parent)
+    others = [path for path in checkpoints if path != newest]
+    kept = {newest, *others[max(0, len(others) - last + 1) :]}
+    if every:
+        steps = [path for path in others if path.name.startswith("step")]
+        kept |= {path for path in steps if position(path)[1] % every == 0}
+    if best:
+        scores = {path: read_manifest(path).get("score") for path in checkpoints}
+        scored = [(score, position(path), path) for path, score in scores.items() if score is not None]
+        kept |= {path for _, _, path in sorted(scored, reverse=True)[:best]}
+    for old in checkpoints:
+        if old in kept:
+            continue
         # Without its manifest a folder is no checkpoint, so a kill in the middle leaves none that is damaged.
         if not old.is_symlink():
             (old / MANIFEST).unlink(missing_ok=True)
@@ -180,19 +165,6 @@ def position(checkpoint: Path) -> tuple[int, int]:
     """Sort key in the order of a run: warm_100 < step_0 < step_50."""
     kind, _, number = checkpoint.name.partition("_")
     return [str(name) for name in KINDS].index(kind), int(number)
-
-
-def candidates(resume: str, folder: Path) -> list[Path]:
-    """The checkpoints that `run.resume` allows, the preferred one first; none: start from the beginning."""
-    if resume == "never":
-        return []
-    if resume == "auto":
-        return complete(folder)[::-1]
-    if not (Path(resume) / MANIFEST).is_file():
-        raise UserError(
-            f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N or warm_N)"
-        )
-    return [Path(resume)]
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:

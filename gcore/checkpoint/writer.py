@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gcore.checkpoint.store import write_file
 from gcore.checkpoint.tensors import Shard, header, split_into_files
-from gcore.types import FileEntry, Written
+from gcore.types import Written
 
 BLOCK_BYTES = 2**30  # of pinned host memory: PyTorch rounds every pinned allocation up to a power of 2
 PIECE_BYTES = 2**25  # between two checks whether the save was abandoned
@@ -179,7 +179,7 @@ class BackgroundWriter:
             for group in snapshot.shards:
                 (folder / group).mkdir(exist_ok=True)
             with ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="checkpoint") as threads:
-                jobs = {name: threads.submit(job, folder / name) for name, job in self._jobs()}
+                jobs = {name: threads.submit(write_file, folder / name, parts) for name, parts in self._files()}
                 files |= {name: job.result() for name, job in jobs.items()}
         except (OSError, Abandoned) as error:
             return Written({}, error=f"{type(error).__name__}: {error}")
@@ -188,26 +188,23 @@ class BackgroundWriter:
                 self._snapshot = Snapshot({})  # references would keep memory alive that an off-load wants to free
         return Written(files, self._waited_s, copy_s, time.perf_counter() - started)
 
-    def _jobs(self) -> Iterator[tuple[str, Callable[[Path], FileEntry]]]:
-        """One per file: its path in the folder, and what writes it."""
+    def _files(self) -> Iterator[tuple[str, Iterator[Any]]]:
+        """Path in the folder, and contents."""
         for group, shards in self._snapshot.shards.items():
             start = 0
             for number, file in enumerate(split_into_files(shards)):
                 end = start + sum(shard.num_bytes for shard in file)
                 pieces = self._memory[group].pieces(start, end) if self._copies else (_bytes_of(s.values) for s in file)
-                yield f"{group}/{self._rank}-{number}.safetensors", self._job(header(file), pieces)
+                yield f"{group}/{self._rank}-{number}.safetensors", self._contents(header(file), pieces)
                 start = end
 
-    def _job(self, head: bytes, pieces: Iterator[Tensor]) -> Callable[[Path], FileEntry]:
-        def contents() -> Iterator[Any]:
-            yield head
-            for piece in pieces:
-                for part in piece.split(PIECE_BYTES):
-                    if self._abandoned.is_set():
-                        raise Abandoned("abandoned")
-                    yield part.cpu().numpy()
-
-        return lambda path: write_file(path, contents())
+    def _contents(self, head: bytes, pieces: Iterator[Tensor]) -> Iterator[Any]:
+        yield head
+        for piece in pieces:
+            for part in piece.split(PIECE_BYTES):
+                if self._abandoned.is_set():
+                    raise Abandoned("abandoned")
+                yield part.cpu().numpy()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

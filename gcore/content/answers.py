@@ -26,14 +26,16 @@ def answer_steps(
     if isinstance(answer, str):
         tokens = np.append(_encode(tokenizer, answer), np.int32(tokenizer.eos_token_id))
         return Tokens.steps(tokens), np.ones(len(tokens), np.bool_)
+    if not tokenizer.chat_template:
+        raise UserError("answers are messages, but the tokenizer has no chat template (set model.chat_template)")
     parts: list[tuple[Ints, bool]] = []
-    conversation, text = [*prompt], _render(tokenizer, prompt, True)
+    conversation, text = [*prompt], render(tokenizer, prompt, True)
     for message in answer:
         if message["role"] == "assistant":
-            before = _render(tokenizer, conversation, True)
+            before = render(tokenizer, conversation, True)
             parts.append((_encode(tokenizer, _added(text, before)), False))
             conversation.append(message)
-            text = _render(tokenizer, conversation, False)
+            text = render(tokenizer, conversation)
             own, rest = _turn(_encode(tokenizer, _added(before, text)), stop_tokens)
             parts += [(own, True), (rest, False)]
         else:
@@ -60,16 +62,19 @@ def scored_conversation(
     return Tokens.split(tokens, 1), np.ones(1, np.bool_)
 
 
-def render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """A whole conversation as text. Raises ValueError if the template rejects it."""
+def render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    """A conversation as text, with the start of the assistant's turn if asked for. Raises UserError, without the keys
+    to change, if the template rejects it."""
     from jinja2 import TemplateError
 
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=False)
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except (TemplateError, TypeError) as error:  # an unknown role, content that is not text, ...
         roles = [message.get("role") for message in messages]
         cause = " ".join(str(error).split())
-        raise ValueError(f"the chat template rejects messages of roles {roles}: {cause}") from None
+        raise UserError(f"the chat template rejects messages of roles {roles}: {cause}") from None
     return text
 
 
@@ -97,12 +102,3 @@ def _added(before: str, after: str) -> str:
 
 def _encode(tokenizer: Any, text: str) -> Ints:
     return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-
-
-def _render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-    if not tokenizer.chat_template:
-        raise UserError("answers are messages, but the tokenizer has no chat template (set model.chat_template)")
-    text: str = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-    )
-    return text

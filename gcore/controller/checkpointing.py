@@ -233,9 +233,9 @@ class Checkpointer:
         try:
             final = store.commit(save.partial, files, save.state, save.about)
             if memory.is_in_memory(final):
-                store.retain(final, store.Retention(last=1))
+                store.retain(final, last=1)
                 return ""
-            store.retain(final, store.Retention(keep.keep_last, keep.keep_every, keep.keep_best))
+            store.retain(final, keep.keep_last, keep.keep_every, keep.keep_best)
             memory.drop(self._folder)
         except (OSError, UserError) as error:
             return str(error)
@@ -273,10 +273,7 @@ class Checkpointer:
         """The checkpoint to resume from, or None; the same on all controllers. Each verifies a share of the files. With
         run.resume=auto, damaged checkpoints are renamed and an older one is used."""
         resume, group = self._config.run.resume, self._group
-        own = list[Path]()
-        if group.rank == 0:
-            auto = resume == "auto"
-            own = memory.complete(self._folder)[::-1] if auto else store.candidates(resume, self._folder)
+        own = memory.candidates(resume, self._folder) if group.rank == 0 else []
         candidates: list[Path] = (await group.all_gather("checkpoints to resume from", own))[0]
         for checkpoint in candidates:
             damage = await asyncio.to_thread(store.damage, checkpoint, group.rank, group.size)

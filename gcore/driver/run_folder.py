@@ -113,7 +113,7 @@ def check_resume(config: Config, train: DatasetCheck) -> None:
     """UserError if the run would continue one that differs: before any process starts, and before its config.yaml is
     overwritten. `train`: what was read of data.train; the controllers compare all prompts, and look for damage."""
     resume = config.run.resume
-    saved = memory.complete(config.run.folder)[::-1] if resume == "auto" else store.candidates(resume, Path())
+    saved = memory.candidates(resume, config.run.folder)
     if not saved or config.run.resume_anyway:
         return
     try:

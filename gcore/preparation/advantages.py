@@ -138,10 +138,6 @@ class Scoring:
     weights: Mapping[str, float] = field(default_factory=dict)  # of the rewards of the recipe
     estimator: GroupEstimator | None = None  # of the user; None: the one that algorithm.adv_estimator names
 
-    @property
-    def function(self) -> GroupEstimator:
-        return self.estimator or GROUP_ESTIMATORS[self.algorithm.adv_estimator]
-
 
 def advantages_of(
     groups: Groups, scoring: Scoring, kl: Mapping[Key, float]
@@ -153,6 +149,7 @@ def advantages_of(
     empty.
     """
     algorithm, weights = scoring.algorithm, scoring.weights
+    estimator = scoring.estimator or GROUP_ESTIMATORS[algorithm.adv_estimator]
     advantages, metrics = dict[Key, float](), dict[str, Metric]()
     for siblings in groups:
         keys = [(s.rollout.prompt.id, s.rollout.sibling) for s in siblings]
@@ -165,7 +162,7 @@ def advantages_of(
             weights,
             siblings[0].baseline,
         )
-        values, more = estimate(scoring.function, group, algorithm.adv_estimator)
+        values, more = estimate(estimator, group, algorithm.adv_estimator)
         advantages |= zip(keys, values.tolist(), strict=True)
         metrics = add_metrics(metrics, {f"advantages/{key}": Metric(value) for key, value in more.items()})
     return advantages, metrics

@@ -33,13 +33,9 @@ class _Exchange:
         self.loads = np.array([b.load for bins in grid for b in bins], np.int64)
         self.rooms = items.budget - np.array([b.width for bins in grid for b in bins], np.int64)
 
-    def most(self) -> np.ndarray:
-        """The highest load of each position."""
-        most: np.ndarray = self.loads.reshape(self.positions, self.ranks).max(1)
-        return most
-
     def improve(self, position: int, most: np.ndarray) -> bool:
-        """One exchange for the most expensive bin of the position. False: there is none."""
+        """One exchange for the most expensive bin of the position. False: there is none. `most`: the highest load of
+        each position."""
         first = position * self.ranks
         loads = self.loads[first : first + self.ranks]
         source = first + int(loads.argmax())
@@ -86,8 +82,8 @@ def refine(items: Items, grid: Grid) -> Grid:
     state = _Exchange(items, grid)
     stuck = np.zeros(state.positions, bool)
     for _ in range(EXCHANGES * state.positions * state.ranks):
-        most = state.most()
-        means = state.loads.reshape(state.positions, state.ranks).mean(1)
+        loads = state.loads.reshape(state.positions, state.ranks)
+        most, means = loads.max(1), loads.mean(1)
         waiting = np.where(stuck | (most - means <= ENOUGH * most), 0, most - means)
         position = int(waiting.argmax())
         if not waiting[position]:

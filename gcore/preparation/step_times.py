@@ -68,12 +68,9 @@ def observe(
         shares = [[micro for mini in rank for micro in mini] for rank in work]
         seconds = [rank.busy_s for rank in ranks]
     else:
-
-        def seconds_of(pair: tuple[float, float]) -> float:
-            return pair[0] + pair[1] / cost.crossover
-
         positions = [column for minis in zip(*work, strict=True) for column in zip(*minis, strict=True)]
-        shares, seconds = [[max(column, key=seconds_of) for column in positions]], [max(r.wall_s for r in ranks)]
+        shares = [[max(column, key=lambda work: work[0] + work[1] / cost.crossover) for column in positions]]
+        seconds = [max(rank.wall_s for rank in ranks)]
     return [
         Observation(sum(t for t, _ in share), sum(p for _, p in share), len(share), s)
         for share, s in zip(shares, seconds, strict=True)

@@ -20,7 +20,7 @@ from gcore.content.latents import Latents
 from gcore.content.tokens import Tokens
 from gcore.hub import model_folder
 from gcore.prompts.files import short
-from gcore.prompts.rows import answer_of, prompt_column, prompt_of
+from gcore.prompts.rows import prompt_of, reward_columns
 from gcore.types import Message, Pixels, Prompt, UserError
 
 Row = Mapping[str, Any]
@@ -31,15 +31,11 @@ LATENT_PIXELS = 8  # height and width in pixels of one number of the latents
 class ConditionTemplater:
     """In place of source.Templater, with the same methods."""
 
-    tokenizer = None
     media = frozenset[str]()
 
     def __init__(self, config: Config, split: Literal["train", "eval"] = "train", eval_set: str = "") -> None:
-        spec = config.data.train if split == "train" else config.data.eval_sets.get(eval_set)
-        if spec is None:
-            raise UserError("data.eval: not set; expected a dataset of held-out prompts")
         assert config.generation.denoising is not None
-        self.spec: Dataset = spec
+        self.spec: Dataset = config.data.train if split == "train" else config.data.eval_sets[eval_set]
         self.key = f"data.{split}" + (f".{eval_set}" if eval_set else "")
         self._denoising, self._seed = config.generation.denoising, config.run.seed
         self._prompts_per_step = config.sampling.prompts_per_step
@@ -56,12 +52,8 @@ class ConditionTemplater:
         return self.messages(row), text, Tokens(np.array([ord(c) for c in text], np.int32))
 
     def prompt(self, row: Row, index: int, cursor: int) -> Prompt:
-        text, column = self._text(row), prompt_column(row, self.spec, self.key)
-        columns = {name: value for name, value in row.items() if name not in (column, "demonstration")}
-        columns["prompt"] = text
-        answer = answer_of(row, self.spec)
-        if answer is not None:
-            columns["answer"] = answer
+        text, columns = self._text(row), reward_columns(row, self.spec, self.key)
+        columns.pop("demonstration", None)
         return Prompt(cursor, index, self.messages(row), text, self._content(text, cursor), columns)
 
     def length(self, prompt: Prompt) -> int:
@@ -121,14 +113,11 @@ def pass_tokens(model: PolicyModel, spec: Denoising) -> int:
     side = patch[-1] if isinstance(patch, list) else patch
     if about.get("_class_name") == "FluxTransformer2DModel":
         side = 2  # its pipeline packs 2 x 2 numbers before the network
-    image = (spec.height // LATENT_PIXELS // side) * (spec.width // LATENT_PIXELS // side) * _latent_frames(spec)
+    latent_frames = 1 + (spec.frames - 1) // 4
+    image = (spec.height // LATENT_PIXELS // side) * (spec.width // LATENT_PIXELS // side) * latent_frames
     tokens = image + TEXT_TOKENS.get(str(about.get("_class_name")), 256)
     doubles = spec.guidance_scale != 1 and not about.get("guidance_embeds")
     return tokens * (2 if doubles else 1)
-
-
-def _latent_frames(spec: Denoising) -> int:
-    return 1 + (spec.frames - 1) // 4
 
 
 def transformer_config(model: PolicyModel) -> dict[str, Any]:

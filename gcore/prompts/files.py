@@ -62,26 +62,20 @@ def read_file(path: Path, size: int | None, key: str, media: Collection[str] = (
 
 def _jsonl(path: Path, size: int | None, key: str) -> DatasetRows:
     """Parses every line once, to report bad lines early. Later a row is parsed from the mapped file on access."""
-    starts, columns = array("q"), dict[str, None]()
+    starts, start, columns = array("q"), 0, dict[str, None]()
     with path.open("rb") as file:
-        start = 0
         for number, line in enumerate(file, 1):
             if len(starts) == size:
                 break
-            if line.strip():
+            if line.strip(b" \t\r\n"):
                 columns |= dict.fromkeys(_parse_line(line, path, number, key))
                 starts.append(start)
             start += len(line)
         if not starts:
             return DatasetRows(0, lambda _: {}, ())
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def read(index: int) -> Row:
-        end = content.find(b"\n", starts[index])
-        row: Row = json.loads(content[starts[index] : end if end >= 0 else len(content)])
-        return row
-
-    return DatasetRows(len(starts), read, columns)
+    starts.append(start)  # the end of the last row; a row may be followed by empty lines
+    return DatasetRows(len(starts) - 1, lambda i: json.loads(content[starts[i] : starts[i + 1]]), columns)
 
 
 def _parse_line(line: bytes, path: Path, number: int, key: str) -> Row:

@@ -8,6 +8,7 @@ number of controllers, and after a restart.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from gcore.config.data import Data, Dataset
 from gcore.config.tree import Config
-from gcore.content.answers import answer_steps, scored_conversation
+from gcore.content.answers import answer_steps, render, scored_conversation
 from gcore.content.families import KINDS
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens
@@ -57,17 +58,14 @@ class Templater:
         stops: Sequence[int] = (),
         scored: bool = False,
     ):
-        spec = data.train if split == "train" else data.eval_sets.get(eval_set)
-        if spec is None:
-            raise UserError("data.eval: not set; expected a dataset of held-out prompts")
         self.tokenizer = tokenizer
-        self.spec: Dataset = spec
+        self.spec: Dataset = data.train if split == "train" else data.eval_sets[eval_set]
         self.key = f"data.{split}" + (f".{eval_set}" if eval_set else "")
         self.system_prompt = data.system_prompt
         self._alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
         self._chat = bool(tokenizer.chat_template)
         self._stops, self._scored = stops, scored
-        self._processor, self._reader = processor, MediaReader(data.media, media_folder(spec))
+        self._processor, self._reader = processor, MediaReader(data.media, media_folder(self.spec))
         self.media = processor.kinds if processor is not None else frozenset[str]()  # of prompts
         if processor is not None and not self._chat:
             raise no_template("a model that takes media")
@@ -89,8 +87,6 @@ class Templater:
         them). Without a template: the unchanged string, with the special tokens that the tokenizer prepends, such as
         bos. With media: messages have them as parts without content. Raises BadMedia if one cannot be used.
         """
-        if self._processor is None:
-            check_media(row, self.key)
         messages = self.messages(row)
         if self._processor is not None:
             messages, values = messages_with_media(row, messages)
@@ -101,6 +97,7 @@ class Templater:
                 raise
             except UserError as error:
                 raise BadMedia(f"{self.key}: {error}") from None
+        check_media(row, self.key)
         if self._chat:
             text = self._text(messages)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -109,16 +106,11 @@ class Templater:
         return messages, text, Tokens(np.asarray(ids, dtype=np.int32))
 
     def _text(self, messages: Sequence[Message]) -> str:
-        from jinja2 import TemplateError
-
         self._check_alphabet([text for m in messages for text in _texts(m.get("content"))])
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-        except (TemplateError, TypeError) as error:  # an unknown role, content that is not text, ...
-            raise UserError(
-                f"{self.key}: the chat template rejects messages of roles {[m['role'] for m in messages]}: "
-                f"{' '.join(str(error).split())} (change model.chat_template or data.system_prompt)"
-            ) from None
+            return render(self.tokenizer, messages, add_generation_prompt=True)
+        except UserError as error:
+            raise UserError(f"{self.key}: {error} (change model.chat_template or data.system_prompt)") from None
 
     def _plain(self, row: Row) -> tuple[str, list[int]]:
         text = prompt_of(row, self.spec, self.key)
@@ -313,13 +305,7 @@ class PromptSource:
         digest: str = "",
     ):
         self.kept = np.unique(np.asarray(list(kept), dtype=np.int64))  # sorted: parts may arrive in any order
-        if not len(self.kept):
-            raise UserError(
-                f"{templater.key}: none of the {len(rows)} prompts fits; expected at least one (raise "
-                f"data.max_prompt_length, or see {templater.key}.prompt_column)"
-            )
         self.rows, self.templater, self.seed, self.shuffle, self.digest = rows, templater, seed, shuffle, digest
-        self._orders: dict[int, npt.NDArray[np.int64]] = {}  # of the last two epochs: requests may span both
         self._given: tuple[int, npt.NDArray[np.int64]] | None = None  # of a curriculum: its first cursor, and rows
 
     def __len__(self) -> int:
@@ -342,18 +328,15 @@ class PromptSource:
             assert cursor >= first, f"prompt {cursor} is of an earlier step; this one began with {first}"
             return int(rows[(cursor - first) % len(rows)])
         epoch, position = divmod(cursor, len(self.kept))
-        return int(self.kept[self._order(epoch)[position]]) if self.shuffle else int(self.kept[position])
+        return int(self.kept[epoch_order(self.seed, epoch, len(self.kept))[position] if self.shuffle else position])
 
     def give_order(self, first: int, rows: npt.NDArray[np.int64]) -> None:
         """From the cursor `first` on, prompts have these rows, over and over."""
         self._given = first, rows
 
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Ranks of raw Philox numbers. Generator.permutation may change between numpy releases."""
-        if epoch not in self._orders:
-            key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
-            raw = np.random.Philox(key=key).random_raw(len(self.kept))
-            while len(self._orders) >= 2:
-                del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = np.argsort(raw, kind="stable")
-        return self._orders[epoch]
+
+@functools.lru_cache(maxsize=2)  # requests may span two epochs
+def epoch_order(seed: int, epoch: int, number: int) -> npt.NDArray[np.int64]:
+    """Ranks of raw Philox numbers. Generator.permutation may change between numpy releases."""
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(number), kind="stable")

@@ -44,8 +44,15 @@ def load_tokenizer(model: Model, key: str = "model", *, chat: bool = False) -> A
         folder, source_key = hub.tokenizer_folder(model, key)
         tokenizer = _from_folder(folder, source_key, model.trust_remote_code)
     if model.chat_template is not None:
+        from jinja2 import TemplateError
+
         tokenizer.chat_template = user_files.template_text(model.chat_template, "model.chat_template")
-        _check_template(tokenizer)
+        probe = [{"role": "user", "content": "x"}]
+        try:
+            tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            cause = " ".join(str(error).split())
+            raise UserError(f"model.chat_template: does not render a user message: {cause}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{source_key}: the tokenizer has no eos token (set eos_token in its tokenizer_config.json, "
@@ -125,14 +132,3 @@ def _from_folder(folder: Path, key: str, trust_remote_code: bool) -> Any:
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for files it cannot read
         cause = " ".join(str(error).split())[:300]
         raise UserError(f"{key}: the tokenizer in {folder} does not load: {cause} (or set model.tokenizer)") from error
-
-
-def _check_template(tokenizer: Any) -> None:
-    """Renders a user's template once, so that a syntax error is reported with its key."""
-    from jinja2 import TemplateError
-
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        cause = " ".join(str(error).split())
-        raise UserError(f"model.chat_template: does not render a user message: {cause}") from error

@@ -49,7 +49,7 @@ def python_tests(
     `tests` is a list of {"input": stdin, "output": stdout}, or assert statements, or the JSON text of either.
     `cpu_s` is the CPU time limit per run of the program; `wall_s` defaults to five times that.
     """
-    _require(sandbox)
+    _preflight({"sandbox": sandbox})
     limits = SandboxLimits(sandbox, cpu_s, 5.0 * cpu_s if wall_s is None else wall_s, memory_mb)
     known = [_read_tests(value) for value in tests]
     with ThreadPoolExecutor(max_workers=min(parallel, len(completions))) as pool:
@@ -58,13 +58,7 @@ def python_tests(
 
 
 def _preflight(args: Mapping[str, Any]) -> None:
-    _require(args.get("sandbox", "bwrap"))
-
-
-cast(Any, python_tests).preflight = _preflight
-
-
-def _require(sandbox: str) -> None:
+    sandbox = args.get("sandbox", "bwrap")
     if sandbox not in ("bwrap", "rlimits"):
         raise UserError(f"python_tests: args.sandbox={sandbox!r}; expected bwrap or rlimits")
     if sandbox == "bwrap" and (problem := _bwrap_problem()):
@@ -73,6 +67,9 @@ def _require(sandbox: str) -> None:
             "newer on a machine that allows namespaces, or set the function's args to {sandbox: rlimits}: then time, "
             "memory and processes are limited, but the programs can access the network, all your files and the tests"
         )
+
+
+cast(Any, python_tests).preflight = _preflight
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcore.config.rewards import RewardFunction
 from gcore.rewarding.signatures import LoadedReward, load_reward
-from gcore.rewarding.source import Answer, BadAnswer, Source, short
+from gcore.rewarding.source import Answer, Source
 from gcore.rewarding.worker import await_all, call_all, read_answers
 from gcore.types import RewardError, Rollout, UserError
 
@@ -64,16 +64,8 @@ async def answer_here(loaded: LoadedReward, calls: list[dict[str, Any]], sibling
     if loaded.is_async:
         answers = call_all(loaded, calls)
     else:
-        answers = await asyncio.to_thread(_call_without_exit, loaded, calls)
+        answers = await asyncio.to_thread(call_all, loaded, calls)
     return read_answers(loaded, await await_all(answers), siblings)
-
-
-def _call_without_exit(loaded: LoadedReward, calls: list[dict[str, Any]]) -> list[Any]:
-    """sys.exit() in a function of the user is a failed call. It must not end the process, as it would silently."""
-    try:
-        return call_all(loaded, calls)
-    except SystemExit as error:
-        raise BadAnswer(f"raised {short(error)}") from error
 
 
 def calls_of(loaded: LoadedReward, group: Sequence[Rollout]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,11 +90,7 @@ class HttpSource(Source):
         given = trl_arguments(group)
         names = self.spec.columns or [name for name in ("answer",) if name in given]
         payload = {name: given[name] for name in ("prompts", "completions", *names)}
-
-        async def once() -> Answer:
-            return read_batch(await self.client.post(payload), len(group))
-
-        return await self.client.with_retries(once, where)
+        return await self.client.post(payload, lambda answer: read_batch(answer, len(group)), where)
 
     def close(self) -> None:
         self.client.close()
@@ -137,8 +133,9 @@ class JsonClient:
         _checked_url(self.server.url, f"{self.key}.url")
         self._token()
 
-    async def with_retries(self, once: Callable[[], Awaitable[T]], where: str) -> T:
-        """Calls `once()` up to `tries` times. A slot is held during a request, not during the delays."""
+    async def post(self, payload: Mapping[str, Any], read: Callable[[Any], T], where: str) -> T:
+        """What `read` makes of the server's answer, in up to `tries` attempts. A slot is held during a request, not
+        during the delays. RewardError, beginning with `where`, after the last one."""
         failure, after_s = "", 0.0
         for attempt in range(self.tries):
             if attempt:
@@ -146,7 +143,7 @@ class JsonClient:
                 await asyncio.sleep(self.delay_s(attempt, after_s))
             after_s = 0.0
             try:
-                return await once()
+                return read(await self._attempt(payload))
             except (RequestRejected, UserError) as error:
                 raise RewardError(f"{where}: {error} (not retried)") from None
             except TimeoutError:
@@ -161,8 +158,8 @@ class JsonClient:
                 failure = f"{self.public_address}: {self.describe_error(error)}"
         raise RewardError(f"{where}: {failure} (tried {self.tries} times)")
 
-    async def post(self, payload: Mapping[str, Any]) -> Any:
-        """One attempt: the server's answer, parsed as JSON. Raises ServerBusy, RequestRejected or BadAnswer."""
+    async def _attempt(self, payload: Mapping[str, Any]) -> Any:
+        """The server's answer, parsed as JSON. Raises ServerBusy, RequestRejected or BadAnswer."""
         reply = await self.exchange("POST", self.address(self.path), _body(payload))
         if not 200 <= reply.status < 300:
             failure = f"{self.public_address} answered {self.quote(reply)}"

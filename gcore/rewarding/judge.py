@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import re
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import pstdev
+from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta, nodes
@@ -46,10 +45,6 @@ class JudgeResult:
     verdicts: list[float]  # the parsed ones, in the order of the repeats
     unparsed: str  # the last text that could not be parsed, and why
     texts: list[str]  # the texts of the verdicts
-
-    @property
-    def mean(self) -> float:
-        return math.fsum(self.verdicts) / len(self.verdicts)
 
 
 class JudgeSource(Source):
@@ -143,20 +138,20 @@ class JudgeSource(Source):
 
     def _reward(self, group: Sequence[Rollout], place: int, results: Mapping[tuple[int, ...], JudgeResult]) -> float:
         """The mean over a response's tasks. Both orders of a pair count or none: one alone would be biased."""
-        own = [(places, result) for places, result in results.items() if place in places]
+        judged = [(places, result) for places, result in results.items() if place in places]
         values = [
-            result.mean if places[0] == place else 1.0 - result.mean
-            for places, result in own
+            fmean(result.verdicts) if places[0] == place else 1.0 - fmean(result.verdicts)
+            for places, result in judged
             if result.verdicts and results[places[::-1]].verdicts
         ]
         if values:
-            return math.fsum(values) / len(values)
-        num, unparsed = len(own) * self.spec.repeats, [result.unparsed for _, result in own if not result.verdicts]
-        rollout = group[place]
-        each = f" for each of {num} verdicts" if num > 1 else ""
+            return fmean(values)
+        unparsed = [result.unparsed for _, result in judged if not result.verdicts]
+        rollout, num = group[place], len(judged) * self.spec.repeats
+        per_verdict = f" for each of {num} verdicts" if num > 1 else ""
         raise RewardError(
             f"reward {self.name!r}, prompt {rollout.prompt.id}: no verdict on sibling {rollout.sibling} could be "
-            f"parsed in {self.spec.attempts} attempts{each}; the judge's last answer was {unparsed[-1]} "
+            f"parsed in {self.spec.attempts} attempts{per_verdict}; the judge's last answer was {unparsed[-1]} "
             f"(see {self.key}: verdict, template)"
         )
 
@@ -183,7 +178,7 @@ async def _gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> lis
 def _spread(place: int, results: Mapping[tuple[int, ...], JudgeResult]) -> dict[str, float]:
     """Standard deviation over the repeats of a task: the mean over a response's tasks with two or more verdicts."""
     spreads = [pstdev(r.verdicts) for places, r in results.items() if place in places and len(r.verdicts) > 1]
-    return {"spread": math.fsum(spreads) / len(spreads)} if spreads else {}
+    return {"spread": fmean(spreads)} if spreads else {}
 
 
 def _notes(group: Sequence[Rollout], place: int, results: Mapping[tuple[int, ...], JudgeResult]) -> list[str]:

@@ -12,13 +12,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from gcore.config.judges import RemoteJudge, ServedJudge
+from gcore.content.answers import render
 from gcore.content.decoding import TextDecoder
 from gcore.content.media import ArrayRef, png_url, resolve
 from gcore.content.processor import MediaProcessor
@@ -110,25 +110,23 @@ class EngineBackend(JudgeBackend):
                 raise UserError(f"{self.key}.{name}: no token for the characters {unknown!r} (add them to {key})")
         try:
             self.text(messages)
-        except (TemplateError, TypeError) as error:
-            raise UserError(
-                f"{self.key}: the chat template rejects messages of roles {[m['role'] for m in messages]}: "
-                f"{' '.join(str(error).split())} (change {self.key}.system_prompt or model.chat_template)"
-            ) from None
+        except UserError as error:
+            raise UserError(f"{self.key}: {error} (change {self.key}.system_prompt or model.chat_template)") from None
 
     def escape(self, response: str) -> str:
         return _break_up(self._special, response)
 
     def question(self, messages: Sequence[Message], where: str) -> Tokens:
         """Tokens of the rendered chat template, without more special tokens: the template contains them."""
-        if self._processor is not None:
-            try:
-                content = self._processor.content(self.text(messages), _media(messages))
-            except UserError as error:
-                raise RewardError(f"{where}: {error}") from error
-        else:
-            ids = self.tokenizer(self.text(messages), add_special_tokens=False)["input_ids"]
-            content = Tokens(np.asarray(ids, dtype=np.int32))
+        try:
+            text = self.text(messages)
+            if self._processor is not None:
+                content = self._processor.content(text, _media(messages))
+            else:
+                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                content = Tokens(np.asarray(ids, dtype=np.int32))
+        except UserError as error:
+            raise RewardError(f"{where}: {error}") from error
         if content.size > self.spec.max_prompt_length:
             raise RewardError(
                 f"{where}: the judge's prompt has {content.size} tokens; expected at most "
@@ -137,8 +135,7 @@ class EngineBackend(JudgeBackend):
         return content
 
     def text(self, messages: Sequence[Message]) -> str:
-        text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return text
+        return render(self.tokenizer, messages, add_generation_prompt=True)
 
     async def answer(self, question: Tokens, params: SamplingParams, key: Key) -> str:
         params = replace(params, stop_tokens=params.stop_tokens or self.stop_tokens)
@@ -146,14 +143,6 @@ class EngineBackend(JudgeBackend):
         if completion.finish == "abort":  # a cut verdict is wrong: "1" may be the beginning of "10"
             raise RewardError(f"judge {self.spec.name!r}: the request was aborted during generation")
         return (await self._decoder.texts([tokens_of(completion.content).tokens_S]))[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Question(messages=[{"role": "user", "content": "1+1= 2 good?"}], where="reward 'wise', prompt 70")"""
-
-    messages: list[Message]
-    where: str
 
 
 class RemoteBackend(JudgeBackend):
@@ -200,22 +189,18 @@ class RemoteBackend(JudgeBackend):
     def escape(self, response: str) -> str:
         return _break_up(SPECIAL_TOKENS, response)
 
-    def question(self, messages: Sequence[Message], where: str) -> Question:
-        return Question([_with_data_urls(message) for message in messages], where)
+    def question(self, messages: Sequence[Message], where: str) -> tuple[list[Message], str]:
+        return [_with_data_urls(message) for message in messages], where
 
     def text(self, messages: Sequence[Message]) -> str:
         """Roles and contents: the chat template is on the server."""
         return "\n".join(f"[{message['role']}]\n{_shown(message['content'])}" for message in messages)
 
-    async def answer(self, question: Question, params: SamplingParams, key: Key) -> str:
+    async def answer(self, question: tuple[list[Message], str], params: SamplingParams, key: Key) -> str:
+        messages, where = question
         if params.stop_tokens:
             raise UserError(f"{self.key}.url: got stop_tokens; expected none: a server's token ids are unknown here")
-        body = self._body(question.messages, params, key)
-
-        async def once() -> str:
-            return _content_of(await self.client.post(body))
-
-        return await self.client.with_retries(once, question.where)
+        return await self.client.post(self._body(messages, params, key), _content_of, where)
 
     def close(self) -> None:
         self.client.close()

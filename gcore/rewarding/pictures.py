@@ -8,7 +8,6 @@ They run in reward workers, which read the pictures from files. A class is const
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,11 @@ class Clip:
         for folder, key in ((Path(model), "model"), (source, "processor")):
             if not folder.is_dir():
                 raise UserError(f"Clip: args.{key}={folder}: no such folder; expected one of a CLIP model")
-        settings = _settings(source / "preprocessor_config.json")
-        self._images = CLIPImageProcessorPil(**settings)
+        if not (file := source / "preprocessor_config.json").is_file():
+            raise UserError(
+                f"Clip: no {file}; expected the settings of the image processor (args.processor: its folder)"
+            )
+        self._images = CLIPImageProcessorPil.from_pretrained(str(source), local_files_only=True)
         self._tokenizer = CLIPTokenizer.from_pretrained(str(source), local_files_only=True)
         loaded: Any = CLIPModel.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True)
         self._model = loaded.to(device).eval()
@@ -63,15 +65,6 @@ class Clip:
         cosines = torch.nn.functional.cosine_similarity(outputs.image_embeds.float(), outputs.text_embeds.float())
         rewards: list[float] = (cosines * self._factor).tolist()
         return rewards
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    """Of the image processor, without the names of classes."""
-    if not file.is_file():
-        raise UserError(f"Clip: no {file}; expected the settings of the image processor (args.processor: its folder)")
-    settings: dict[str, Any] = json.loads(file.read_text())
-    unused = ("processor_class", "image_processor_type", "feature_extractor_type", "auto_map")
-    return {name: value for name, value in settings.items() if name not in unused}
 
 
 def jpeg_kilobytes(images: Sequence[np.ndarray], prompts: Sequence[str], quality: int = 95, **_: Any) -> list[float]:

@@ -204,28 +204,26 @@ def _watch(boxes: Sequence[_Box], limits: SandboxLimits) -> int | None:
     memory. Returns the exit code, None if it was killed."""
     first, deadline, ended = boxes[0], time.monotonic() + limits.wall_s, False
     check_at = 0.0
-    try:
-        while not ended and len(first.output) <= OUTPUT_BYTES and (now := time.monotonic()) < deadline:
-            exited = has_exited(first.process)  # checked before the last read, so that no output is lost
-            select.select([cast(Any, first.process.stdout)], [], [], 0 if exited else 0.02)
-            chunk = first.read()
-            ended = exited and not chunk
-            for box in boxes[1:]:
-                box.read()
-            if now >= check_at and not exited:
-                check_at = now + 0.02
-                if any(box.too_large(limits.memory_bytes) for box in boxes):
-                    break
-            if chunk == b"" and not exited:  # it closed its output and is still running
-                time.sleep(0.005)
-        if ended and any(box.too_large(limits.memory_bytes) for box in boxes if box.group is not None):
-            ended = False
-    finally:
-        for box in boxes:
-            kill_group(box.process)
-            box.process.wait()
+    while not ended and len(first.output) <= OUTPUT_BYTES and (now := time.monotonic()) < deadline:
+        exited = has_exited(first.process)  # checked before the last read, so that no output is lost
+        select.select([cast(Any, first.process.stdout)], [], [], 0 if exited else 0.02)
+        chunk = first.read()
+        ended = exited and not chunk
         for box in boxes[1:]:
             box.read()
+        if now >= check_at and not exited:
+            check_at = now + 0.02
+            if any(box.too_large(limits.memory_bytes) for box in boxes):
+                break
+        if chunk == b"" and not exited:  # it closed its output and is still running
+            time.sleep(0.005)
+    if ended and any(box.too_large(limits.memory_bytes) for box in boxes if box.group is not None):
+        ended = False
+    for box in boxes:
+        kill_group(box.process)
+        box.process.wait()
+    for box in boxes[1:]:
+        box.read()
     killed = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the latter: by bwrap
     return None if not ended or first.process.returncode in killed else first.process.returncode
 

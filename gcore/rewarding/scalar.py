@@ -191,7 +191,7 @@ class ScalarSource(Source):
     def check(self, columns: Collection[str]) -> None:
         """Checks that the chat template renders both the prompt and the response."""
         try:
-            text = render(self._tokenizer, [_user("31+14="), _assistant("2718")])
+            text = render(self._tokenizer, [{"role": "user", "content": "31+14="}, _assistant("2718")])
         except ValueError as error:
             raise UserError(f"rewards.models: {self.name}: {error} (set its model.chat_template)") from None
         if "31+14=" not in text or "2718" not in text:
@@ -220,10 +220,6 @@ class ScalarSource(Source):
                 "(key: rewards.models.max_length)"
             )
         return texts_tokens
-
-
-def _user(content: str) -> Message:
-    return {"role": "user", "content": content}
 
 
 def _assistant(content: str) -> Message:

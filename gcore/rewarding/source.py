@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gcore.observe.logs import NOT_USERS
 from gcore.types import Floats, Rollout
-
-OTHERS = (Path(__file__).parents[1], Path(re.__file__).parents[1])  # code that is not the user's: G-Core and Python
 
 
 class BadAnswer(ValueError):
@@ -91,6 +90,6 @@ def line_of(error: BaseException) -> str:
     worker has the traceback as a note."""
     text = "".join(getattr(error, "__notes__", [])) or "".join(traceback.format_tb(error.__traceback__))
     for file, line, name in reversed(re.findall(r'File "([^"<]+)", line (\d+), in (\S+)', text)):
-        if "site-packages" not in file and not any(Path(file).is_relative_to(folder) for folder in OTHERS):
+        if "site-packages" not in file and not any(Path(file).is_relative_to(folder) for folder in NOT_USERS):
             return f" at {Path(file).name}:{line} in {name}"
     return ""

@@ -41,10 +41,15 @@ CALL, CANCEL = "call", "cancel"  # kinds of requests: (CALL, number, function, s
 
 
 def call_all(loaded: LoadedReward, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What the function returns in each call, which may be awaitable."""
-    return [
-        loaded.function(**{name: _as_argument(loaded, name, value) for name, value in call.items()}) for call in calls
-    ]
+    """What the function returns in each call, which may be awaitable. sys.exit() in it is a failed call: it must not
+    end the process, as it would silently."""
+    try:
+        return [
+            loaded.function(**{name: _as_argument(loaded, name, value) for name, value in call.items()})
+            for call in calls
+        ]
+    except SystemExit as error:
+        raise BadAnswer(f"raised {short(error)}") from error
 
 
 def _as_argument(loaded: LoadedReward, name: str, value: Any) -> Any:

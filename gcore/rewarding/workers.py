@@ -168,7 +168,7 @@ class _Dispatcher:
                 break
         if self.queue and not self.pool.closed:
             starting = sum(not worker.ready for worker in self.workers)
-            staying = sum(worker.stays for worker in self.workers)
+            staying = sum(worker.left > 0 for worker in self.workers)
             num = min(-(-len(self.queue) // self.capacity) - starting, self.num_workers - staying)
             self.workers += [_Worker(self) for _ in range(num)]
 
@@ -198,11 +198,10 @@ class _Worker:
     dispatcher: _Dispatcher
     ready: bool = False
     killed: bool = False  # by us
-    ended: bool = False  # the child does not answer any more
     failure: str = ""  # why the worker could not import the functions
     died: str = ""  # how the process ended
     calls: dict[int, _Call] = field(default_factory=dict)
-    left: int = field(init=False)  # calls until it is replaced
+    left: int = field(init=False)  # calls until it is replaced; 0 also of one that is killed or has ended
     process: subprocess.Popen[bytes] | None = None
     socket: socket.socket | None = None
     writer: asyncio.StreamWriter | None = None
@@ -212,13 +211,9 @@ class _Worker:
         self.left = self.dispatcher.pool.recycle_after
         self.task = asyncio.get_running_loop().create_task(self._live())
 
-    @property
-    def stays(self) -> bool:
-        return self.left > 0 and not self.killed and not self.ended
-
     def takes(self, call: _Call) -> bool:
         alone = call.alone or any(other.alone for other in self.calls.values())
-        return self.ready and self.stays and len(self.calls) < (1 if alone else self.dispatcher.capacity)
+        return self.ready and self.left > 0 and len(self.calls) < (1 if alone else self.dispatcher.capacity)
 
     def send(self, call: _Call) -> None:
         self.left -= 1
@@ -253,7 +248,7 @@ class _Worker:
     def _kill(self) -> None:
         """Kills the process group. The task then reads the end of the socket and cleans up."""
         assert self.process and self.socket
-        self.killed = True
+        self.killed, self.left = True, 0
         kill_group(self.process)
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -270,7 +265,7 @@ class _Worker:
                 pass
             except Exception as error:  # the process did not start, the start timed out, the stream is not a pickle
                 self.failure = f"{type(error).__name__}: {error}"
-            self.ended = True
+            self.left = 0
             await self._end()
         except asyncio.CancelledError:  # the loop or the pool closes
             if self.process:

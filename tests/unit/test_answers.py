@@ -48,6 +48,13 @@ def said(tokenizer, tokens, mask):
     return text + ("]" if inside else "")
 
 
+def test_a_role_that_the_template_rejects(tokenizer):
+    tokenizer.chat_template = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHAT
+    row = {"prompt": turns("1+1=?"), "answers": [[{"role": "tool", "content": "2"}, *turns("", "2")[1:]]]}
+    with pytest.raises(UserError, match=r"data\.train: the chat template rejects messages of roles \['user', 'tool'\]"):
+        Templater(tokenizer, Data(train=SPEC)).answers(row)
+
+
 def test_only_the_turns_of_the_assistant_count(tokenizer):
     prompt, answer = turns("1+1=?"), turns("", "2", "3+3=?", "6!")[1:]
     steps, mask = answer_steps(tokenizer, (2,), prompt, answer)

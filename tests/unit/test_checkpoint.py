@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from gcore.checkpoint import store
+from gcore.checkpoint import memory, store
 from gcore.types import UserError
 
 FILE = "weights/0-0.safetensors"
@@ -44,12 +44,12 @@ def test_a_partial_checkpoint_is_never_counted(tmp_path):
     (partial / "half").write_bytes(b"half")
     assert partial.name == "step_2.partial"
     assert names(tmp_path) == ["step_1"]
-    assert store.candidates("auto", tmp_path) == [tmp_path / "step_1"]
+    assert memory.candidates("auto", tmp_path) == [tmp_path / "step_1"]
     (tmp_path / "step_9").mkdir()  # a folder with the right name but no manifest
     (tmp_path / "step_x").mkdir()
     assert names(tmp_path) == ["step_1"]
     with pytest.raises(UserError, match="no complete checkpoint"):
-        store.candidates(str(partial), tmp_path)
+        memory.candidates(str(partial), tmp_path)
 
 
 class Killed(BaseException):
@@ -75,7 +75,7 @@ def test_a_kill_at_any_call_of_commit_leaves_the_old_or_the_new_checkpoint(tmp_p
         with monkeypatch.context() as patch:
             patch.setattr(module, name, dying)
             try:
-                store.retain(save(folder, 2), store.Retention(last=1))
+                store.retain(save(folder, 2), last=1)
             except Killed:
                 died += 1
         found = names(folder)
@@ -96,7 +96,7 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_that_is_damaged(t
     newest = save(tmp_path, 2)
     monkeypatch.setattr(store.shutil, "rmtree", dying)
     with pytest.raises(Killed):
-        store.retain(newest, store.Retention(last=1))
+        store.retain(newest, last=1)
     assert names(tmp_path) == ["step_2"]
     store.verify(newest)
 
@@ -189,26 +189,26 @@ def test_another_format_is_refused(tmp_path, found):
 
 
 @pytest.mark.parametrize(
-    ("retention", "left"),
+    ("keep", "left"),
     [
-        (store.Retention(1), [12]),
-        (store.Retention(2), [10, 12]),
-        (store.Retention(4), [8, 9, 10, 12]),
-        (store.Retention(5), [4, 8, 9, 10, 12]),
-        (store.Retention(9), [4, 8, 9, 10, 12]),
-        (store.Retention(1, every=4), [4, 8, 12]),
-        (store.Retention(1, best=1), [9, 12]),
-        (store.Retention(1, best=2), [8, 9, 12]),
-        (store.Retention(2, every=8, best=1), [8, 9, 10, 12]),
+        ({"last": 1}, [12]),
+        ({"last": 2}, [10, 12]),
+        ({"last": 4}, [8, 9, 10, 12]),
+        ({"last": 5}, [4, 8, 9, 10, 12]),
+        ({"last": 9}, [4, 8, 9, 10, 12]),
+        ({"last": 1, "every": 4}, [4, 8, 12]),
+        ({"last": 1, "best": 1}, [9, 12]),
+        ({"last": 1, "best": 2}, [8, 9, 12]),
+        ({"last": 2, "every": 8, "best": 1}, [8, 9, 10, 12]),
     ],
 )
-def test_retention(tmp_path, retention, left):
+def test_retention(tmp_path, keep, left):
     scores = {4: 0.1, 8: 0.5, 9: 0.7, 10: None, 12: 0.3}
     for step, score in scores.items():  # 9 < 10 as numbers, not as text
         newest = save(tmp_path, step, score=score)
         (tmp_path / "hf" / newest.name).mkdir(parents=True)
         (tmp_path / "hf" / f"{newest.name}-adapter").mkdir()
-        store.retain(newest, retention)
+        store.retain(newest, **keep)
     assert names(tmp_path) == [f"step_{step}" for step in left]
     exports = [f"step_{step}{end}" for step in left for end in ("", "-adapter")]
     assert {path.name for path in (tmp_path / "hf").iterdir()} == set(exports)
@@ -220,25 +220,25 @@ def test_what_was_just_saved_is_never_dropped(tmp_path, last):
     for step in (2, 10):
         save(tmp_path, step)
     final = save(tmp_path, 4)
-    store.retain(final, store.Retention(last))
+    store.retain(final, last)
     assert final in store.complete(tmp_path) and len(names(tmp_path)) == last
 
 
 def test_resume(tmp_path):
-    assert store.candidates("auto", tmp_path) == []
+    assert memory.candidates("auto", tmp_path) == []
     for step in (2, 10):
         save(tmp_path, step)
-    assert store.candidates("never", tmp_path) == []
-    assert store.candidates("auto", tmp_path) == [tmp_path / "step_10", tmp_path / "step_2"]
-    assert store.candidates(str(tmp_path / "step_2"), tmp_path / "elsewhere") == [tmp_path / "step_2"]
+    assert memory.candidates("never", tmp_path) == []
+    assert memory.candidates("auto", tmp_path) == [tmp_path / "step_10", tmp_path / "step_2"]
+    assert memory.candidates(str(tmp_path / "step_2"), tmp_path / "elsewhere") == [tmp_path / "step_2"]
     with pytest.raises(UserError, match=r"run\.resume=.*step_3: no complete checkpoint there"):
-        store.candidates(str(tmp_path / "step_3"), tmp_path)
+        memory.candidates(str(tmp_path / "step_3"), tmp_path)
 
 
 def test_the_warm_start_comes_before_all_steps(tmp_path):
     for kind, step in (("warm", 20), ("warm", 100), ("step", 0), ("step", 3)):
         partial = store.begin(tmp_path, step, 0, kind)
-        store.retain(store.commit(partial, {}, {"step": 0}), store.Retention(3, every=10))
+        store.retain(store.commit(partial, {}, {"step": 0}), 3, every=10)
     assert names(tmp_path) == ["warm_100", "step_0", "step_3"]  # keep_every counts steps, not the warm start
     (tmp_path / "warm_7.partial").mkdir()
     store.begin(tmp_path, 4, 0)

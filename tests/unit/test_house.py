@@ -45,7 +45,9 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "rewarding": (
         *("config", "content", "faults", "http_body", "models", "observe", "protocols", "threads", "user_files"),
     ),
-    "checkpoint": ("config", "content", "diffusion", "faults", "hub", "modalities", "models", "prompts", "weights"),
+    "checkpoint": (
+        *("config", "content", "diffusion", "faults", "hub", "modalities", "models", "observe", "prompts", "weights"),
+    ),
     "workflows": ("config", "content", "generation", "prompts.answers", "protocols"),
     # what is emulated and simulated is the code of a run
     "emulate": (

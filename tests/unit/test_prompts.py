@@ -620,13 +620,3 @@ def test_prompts_carry_columns_and_answer(tokenizer):
     assert asked.columns == {"prompt": "1", "label": "2", "level": 3, "answer": "2"}
     bare = PromptSource([{"prompt": "1"}], [0], Templater(tokenizer, data), seed=0).at(0)
     assert "answer" not in bare.columns
-
-
-def test_source_without_prompts(tokenizer):
-    with pytest.raises(
-        UserError,
-        match=r"data\.train: none of the 1 prompts fits; expected at least one \(raise data\.max_prompt_length",
-    ):
-        PromptSource([TRL], [], Templater(tokenizer, data_for(path="x")), seed=0)
-    with pytest.raises(UserError, match=r"data\.eval: not set"):
-        Templater(tokenizer, data_for(path="x"), "eval")

@@ -96,7 +96,7 @@ def test_copies_are_deleted_with_their_checkpoints(tmp_path, url):
     remote = Remote(url, "demo")
     for step in (1, 2, 3):
         newest = checkpoint(tmp_path / "a", step)
-        store.retain(newest, store.Retention(last=2))
+        store.retain(newest, last=2)
         remote.copy_out(newest)
     assert remote.names() == ["step_2", "step_3"]
 
@@ -106,7 +106,7 @@ def test_incomplete_copies_are_deleted_with_their_checkpoints(tmp_path, url):
     remote = Remote(url, "demo")
     for step in (1, 2, 3):
         newest = checkpoint(tmp_path / "a", step)
-        store.retain(newest, store.Retention(last=1))
+        store.retain(newest, last=1)
         remote.copy_out(newest)
         if step == 1:
             remote._files.rm_file(f"{remote._root}/step_1/{store.MANIFEST}")

@@ -236,7 +236,7 @@ def test_of_a_linked_checkpoint_only_the_link_is_deleted(tmp_path):
     folder.mkdir(parents=True)
     (folder / "step_5").symlink_to(given / "step_5")
     (folder / "step_6.partial").symlink_to(given)
-    store.retain(checkpoint(folder, 7), store.Retention(last=1))
+    store.retain(checkpoint(folder, 7), last=1)
     assert [path.name for path in folder.iterdir()] == ["step_7"] and contents(given) == before
     (folder / "step_5").symlink_to(given / "step_5")
     (folder / "step_5.damaged").symlink_to(given)

@@ -85,7 +85,7 @@ def test_a_server_gets_png():
     spec = RemoteJudge(name="critic", url="http://127.0.0.1:1/v1", template="{{ response }}?", images=True)
     backend = RemoteBackend(spec, lambda key: 0, "k")
     message = {"role": "user", "content": [{"type": "image", "image": picture(5)}, {"type": "text", "text": "2?"}]}
-    sent = backend.question([message], "here").messages[0]["content"]
+    sent = backend.question([message], "here")[0][0]["content"]
     url = sent[0]["image_url"]["url"]
     assert sent[1] == message["content"][1] and url.startswith("data:image/png;base64,")
     found = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
