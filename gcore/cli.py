@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,16 +194,15 @@ def _parser() -> argparse.ArgumentParser:
 def _load(command: str, path: str, overrides: Sequence[str]) -> Any:
     """The configuration in a file. A valid file of another command is named as such, not by its unknown keys."""
     from gcore.config.load import load_config
-    from gcore.config.tree import Config
-    from gcore.simulate.scenario import Scenario
+    from gcore.simulate.scenario import load_scenario
 
-    trees: dict[str, type[Any]] = {"train": Config, "simulate": Scenario}
+    loads: dict[str, Callable[..., Any]] = {"train": load_config, "simulate": load_scenario}
     try:
-        return load_config(path, overrides, into=trees[command], what="scenario" if command == "simulate" else "recipe")
+        return loads[command](path, overrides)
     except UserError:
-        for other in trees:
+        for other in loads:
             with contextlib.suppress(UserError):
-                load_config(path, into=trees[other])
+                loads[other](path)
                 break
         else:
             raise

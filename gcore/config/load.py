@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -36,15 +36,13 @@ _FLOAT = re.compile(r"^[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-@overload
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
-@overload
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[Tree], what: str = "recipe") -> Tree: ...
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, into: type[BaseModel] = Config, what: str = "recipe"
-) -> BaseModel:
-    """Reads, overrides, validates. Raises UserError with one line per problem. `into`: the tree of another command;
-    `what`: the name of such files, for messages."""
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads, overrides, validates. Raises UserError with one line per problem."""
+    return load_tree(path, overrides, Config, "recipe")
+
+
+def load_tree(path: str | Path, overrides: Sequence[str], into: type[Tree], what: str) -> Tree:
+    """`into`: the tree of a command; `what`: the name of its files, for messages."""
     tree = read_tree(path, what)
     for word in overrides:
         override(tree, word)
