@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
+from functools import reduce
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -68,6 +69,15 @@ class Section(BaseModel):
             if isinstance(value, float) and abs(value) > LARGEST:
                 raise ValueError(f"{name}={value:g}; expected a number of at most {LARGEST:g}")
         return self
+
+
+def refuse_value(config: Section, cause: str, key: str, is_excluded: bool, expected: str) -> None:
+    """ValueError if a key has a value that the cause excludes: `objective=reward_model: got training.compile=true`"""
+    if is_excluded:
+        value = reduce(getattr, key.split("."), config)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        got = f"{key}={shown}" if isinstance(value, str | int | float) else key
+        raise ValueError(f"{cause}: got {got}; expected {expected}")
 
 
 class BuildVision(Section):

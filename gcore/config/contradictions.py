@@ -5,9 +5,11 @@ The checks that need more than the recipe (files, models, devices) are in launch
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING
 
+from gcore.config.base import refuse_value
+from gcore.config.denoising import check_denoising
 from gcore.config.engines import engines_with
 from gcore.config.megatron import TRAINER
 
@@ -28,7 +30,7 @@ def check(config: Config) -> None:
     _check_emulated(config)
     _check_lora(config)
     _check_megatron(config)
-    _check_denoising(config)
+    check_denoising(config)
     _check_lengths(config)
 
 
@@ -136,7 +138,7 @@ def _check_objective(config: Config) -> None:
 
 def _check_reward_model(config: Config) -> None:
     training = config.training
-    refuse = partial(_refuse, config, "objective=reward_model")
+    refuse = partial(refuse_value, config, "objective=reward_model")
     refuse("rewards", bool(config.rewards.names), "none: nothing is generated")
     refuse("preference.pairs", config.preference.pairs == "rollouts", "dataset")
     refuse("model.lora", config.model.lora is not None, "none: all weights are trained")
@@ -193,7 +195,7 @@ def _check_lora(config: Config) -> None:
 def _check_megatron(config: Config) -> None:
     """The degrees of `training.backend`, and what Megatron-Core cannot do."""
     training, trainer = config.training, config.placement.trainer
-    refuse = partial(_refuse, config, f"training.backend={training.backend}")
+    refuse = partial(refuse_value, config, f"training.backend={training.backend}")
     if training.backend != "megatron":
         for key in ("pipeline_parallel", "virtual_pipeline", "expert_parallel"):
             refuse(f"{TRAINER}.{key}", getattr(trainer, key) > 1, "1, or training.backend=megatron")
@@ -205,50 +207,6 @@ def _check_megatron(config: Config) -> None:
     # With two stages both neighbours are one rank, and Megatron receives gradients as activations.
     is_too_short = trainer.virtual_pipeline > 1 and trainer.pipeline_parallel < 3
     refuse(f"{TRAINER}.virtual_pipeline", is_too_short, "1, or pipeline_parallel of at least 3")
-
-
-def _check_denoising(config: Config) -> None:
-    """Keys of language models and of diffusion models."""
-    generation, model, algorithm, training = config.generation, config.model, config.algorithm, config.training
-    compares_predictions = algorithm.kl_coef > 0 and algorithm.kl_of_gaussians
-    if generation.denoising is None:
-        if model.denoiser is not None:
-            raise ValueError("model.denoiser is a diffusion model: set generation.denoising ({} uses the defaults)")
-        if compares_predictions:
-            raise ValueError(f"algorithm.kl_estimator={algorithm.kl_estimator} needs generation.denoising")
-        return
-    if config.is_offline or algorithm.estimator.critic:
-        what = f"algorithm.adv_estimator={algorithm.adv_estimator}" if algorithm.estimator.critic else config.objective
-        raise ValueError(f"generation.denoising: {what} is for language models; expected a policy without a critic")
-    if algorithm.entropy_coef or algorithm.adaptive_entropy is not None:
-        key = "entropy_coef" if algorithm.entropy_coef else "adaptive_entropy"
-        raise ValueError(f"algorithm.{key}: the entropy of a denoising step is constant; expected it unset")
-    if compares_predictions and algorithm.kl_in != "loss":
-        raise ValueError(f"algorithm.kl_estimator={algorithm.kl_estimator} needs kl_in=loss, got {algorithm.kl_in}")
-    refuse, steps, built = partial(_refuse, config, "generation.denoising"), generation.denoising.steps, model.denoiser
-    refuse("model.build", model.build is not None, "model.denoiser or model.path: it is a language model")
-    refuse(
-        "model.lora",
-        bool(model.lora and built),
-        "none: model.denoiser trains all weights, as it starts from 0",
-    )
-    refuse("generation.max_response_length", generation.max_response_length != steps, f"it unset, or steps={steps}")
-    for name, off in (("temperature", 1), ("top_p", 1), ("top_k", 0), ("keep_sampling_mask", False)):
-        refuse(f"generation.{name}", getattr(generation, name) != off, "it unset: it is of language models")
-    refuse("generation.engine", not generation.traits.denoises, engines_with("denoises"))
-    refuse("training.backend", training.backend != "fsdp", "fsdp")
-    refuse("training.warm_start", training.warm_start is not None and not built, "none with a model from model.path")
-    refuse("training.context_parallel", training.context_parallel > 1, "1")
-    refuse(f"{TRAINER}.tensor_parallel", config.placement.trainer.tensor_parallel > 1, "1")
-
-
-def _refuse(config: Config, cause: str, key: str, is_excluded: bool, expected: str) -> None:
-    """ValueError if a key has a value that the cause excludes: `objective=reward_model: got training.compile=true`"""
-    if is_excluded:
-        value = reduce(getattr, key.split("."), config)
-        shown = str(value).lower() if isinstance(value, bool) else value
-        got = f"{key}={shown}" if isinstance(value, str | int | float) else key
-        raise ValueError(f"{cause}: got {got}; expected {expected}")
 
 
 def _check_lengths(config: Config) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gcore.config.base import NonNegative, PositiveInt, Section
+from gcore.config.base import NonNegative, PositiveInt, Section, refuse_value
+from gcore.config.engines import engines_with
+from gcore.config.megatron import TRAINER
+
+if TYPE_CHECKING:
+    from gcore.config.tree import Config
 
 NOISE_LEVELS = {"flow_sde": 0.7, "dance": 0.3, "ddim": 1.0}  # of the papers
 
@@ -93,3 +99,35 @@ def implied_by_denoising(tree: Mapping[str, Any]) -> Mapping[str, Any]:
             steps = denoising.get("steps", Denoising.model_fields["steps"].default)
             return {"generation": {"max_response_length": steps}}
     return {}
+
+
+def check_denoising(config: Config) -> None:
+    """ValueError if keys of language models and of diffusion models contradict each other."""
+    generation, model, algorithm, training = config.generation, config.model, config.algorithm, config.training
+    compares_predictions = algorithm.kl_coef > 0 and algorithm.kl_of_gaussians
+    if generation.denoising is None:
+        if model.denoiser is not None:
+            raise ValueError("model.denoiser is a diffusion model: set generation.denoising ({} uses the defaults)")
+        if compares_predictions:
+            raise ValueError(f"algorithm.kl_estimator={algorithm.kl_estimator} needs generation.denoising")
+        return
+    if config.is_offline or algorithm.estimator.critic:
+        what = f"algorithm.adv_estimator={algorithm.adv_estimator}" if algorithm.estimator.critic else config.objective
+        raise ValueError(f"generation.denoising: {what} is for language models; expected a policy without a critic")
+    if algorithm.entropy_coef or algorithm.adaptive_entropy is not None:
+        key = "entropy_coef" if algorithm.entropy_coef else "adaptive_entropy"
+        raise ValueError(f"algorithm.{key}: the entropy of a denoising step is constant; expected it unset")
+    if compares_predictions and algorithm.kl_in != "loss":
+        raise ValueError(f"algorithm.kl_estimator={algorithm.kl_estimator} needs kl_in=loss, got {algorithm.kl_in}")
+    refuse = partial(refuse_value, config, "generation.denoising")
+    steps, built = generation.denoising.steps, model.denoiser
+    refuse("model.build", model.build is not None, "model.denoiser or model.path: it is a language model")
+    refuse("model.lora", bool(model.lora and built), "none: model.denoiser trains all weights, as it starts from 0")
+    refuse("generation.max_response_length", generation.max_response_length != steps, f"it unset, or steps={steps}")
+    for name, off in (("temperature", 1), ("top_p", 1), ("top_k", 0), ("keep_sampling_mask", False)):
+        refuse(f"generation.{name}", getattr(generation, name) != off, "it unset: it is of language models")
+    refuse("generation.engine", not generation.traits.denoises, engines_with("denoises"))
+    refuse("training.backend", training.backend != "fsdp", "fsdp")
+    refuse("training.warm_start", training.warm_start is not None and not built, "none with a model from model.path")
+    refuse("training.context_parallel", training.context_parallel > 1, "1")
+    refuse(f"{TRAINER}.tensor_parallel", config.placement.trainer.tensor_parallel > 1, "1")

@@ -17,9 +17,8 @@ from typing import Any, Literal, TypeVar
 
 from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config
-from gcore.launch.build import Roles, build_engine, build_judge, build_scorer
+from gcore.launch.build import Roles, build_critic, build_engine, build_judge, build_scorer, build_trainer
 from gcore.launch.build_controller import build_controller, import_controller
-from gcore.launch.build_ranks import build_critic, build_trainer
 from gcore.launch.plan import Plan
 from gcore.observe.progress import Progress, Status
 from gcore.protocols import Handle, RoleDied

@@ -8,7 +8,6 @@ rules decide. The rest of the run sees a configuration with an explicit mode.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,10 +130,6 @@ def detect_gpu_names(cluster: Cluster) -> list[str]:
     lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
     if lines:
         return [line.partition(":")[2].strip() for line in lines]
-    try:
-        query = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in query.stdout.splitlines() if line.strip()]
+    from gcore.runtime.nodes import ask_gpus
+
+    return list(ask_gpus("name"))
