@@ -80,15 +80,10 @@ def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> M
         return _plan_megatron(config, plan, shape, gpu_bytes)
     rank, beside = rank_of(config, plan, shape), engines_beside(config, plan, shape, gpu_bytes)
     choice = choose(rank, beside, gpu_bytes, training.activation_checkpointing, training.offload)
-    free = choose(rank, beside, gpu_bytes)
+    needed, advice = _needed(choice), _advice(config, choice, choose(rank, beside, gpu_bytes))
     if not choice.fits:
-        raise UserError(f"this run does not fit on its GPUs: {_needed(choice)}; {_advice(config, choice, free)}")
-    note = ""
-    if choice.is_tight:
-        note = (
-            f"GPU memory is close to its limit: {_needed(choice)}; if it runs out of memory, "
-            f"{_advice(config, choice, free)}"
-        )
+        raise UserError(f"this run does not fit on its GPUs: {needed}; {advice}")
+    note = f"GPU memory is close to its limit: {needed}; if it runs out of memory, {advice}" if choice.is_tight else ""
     return MemoryPlan(_chosen(config, choice), choice, note)
 
 

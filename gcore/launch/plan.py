@@ -10,6 +10,7 @@ controllers are spread over their nodes.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -248,17 +249,10 @@ def _shares_of_gpus(config: Config, cluster: Cluster) -> tuple[int, int]:
     least = most if given.trainer.ranks != "auto" else group
     for ranks in range(most, least - 1, -group):
         for engines in range((left - ranks) // widths["engine"], 0, -1):
-            if fits(node_gpus, {"engine": engines, **others, TRAINER: ranks}, widths, group):
+            with contextlib.suppress(UserError):  # it does not fit
+                separate_gpus(node_gpus, {"engine": engines, **others, TRAINER: ranks}, widths, group)
                 return ranks, engines
     return most, max(1, (left - most) // widths["engine"])  # too many: separate_gpus says what does not fit
-
-
-def fits(node_gpus: list[int], counts: Mapping[str, int], widths: Mapping[str, int], group: int) -> bool:
-    try:
-        separate_gpus(node_gpus, counts, widths, group)
-    except UserError:
-        return False
-    return True
 
 
 def _reward_workers(config: Config, cluster: Cluster, controller_nodes: tuple[int, ...]) -> int:
