@@ -131,26 +131,23 @@ def override(tree: dict[str, Any], word: str) -> None:
         raise UserError(f"override {word!r}: the value is not valid YAML") from None
     *parents, last = key.split(".")
     node: Any = tree
-    for depth, name in enumerate(parents):
-        if isinstance(node, list):
-            node = _list_item(node, name, word)
-        else:
-            if node.get(name) is None:
-                node[name] = {}
-            node = node[name]
+    for depth, name in enumerate(parents, 1):
+        place = _place(node, name, word)
+        if isinstance(node, dict) and node.get(place) is None:
+            node[place] = {}
+        node = node[place]
         if not isinstance(node, dict | list):
-            raise UserError(f"override {word!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
-    if isinstance(node, list):
-        _list_item(node, last, word)
-        node[int(last)] = value
-    else:
-        node[last] = value
+            raise UserError(f"override {word!r}: {'.'.join(parents[:depth])} is a value, not a section")
+    node[_place(node, last, word)] = value
 
 
-def _list_item(node: list[Any], name: str, word: str) -> Any:
+def _place(node: dict[str, Any] | list[Any], name: str, word: str) -> Any:
+    """A key of a section, or the index of an item that a list has."""
+    if isinstance(node, dict):
+        return name
     if not name.isdigit() or int(name) >= len(node):
         raise UserError(f"override {word!r}: expected an index below {len(node)}, got {name!r}")
-    return node[int(name)]
+    return int(name)
 
 
 def _explain_all(error: ValidationError, keys: list[str]) -> list[str]:

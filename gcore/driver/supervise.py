@@ -121,7 +121,7 @@ def _make_ready(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, P
     ready = make_ready(config, cluster, mode == "train")
     config = ready.config
     if mode == "train":
-        check_resume(config, next(data for data in ready.checked.datasets if data.key == "data.train"))
+        check_resume(config, next(data for data in ready.datasets if data.key == "data.train"))
     find_weights(config, of_hub=True)
     if mode == "eval":
         config = open_evaluation_folder(config)

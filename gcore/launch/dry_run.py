@@ -28,7 +28,7 @@ from gcore.launch.gpu_memory import memory_lines
 from gcore.launch.machines import see_cluster
 from gcore.launch.pins import pin
 from gcore.launch.plan import Plan
-from gcore.launch.preflight import Checked, DatasetCheck, make_ready
+from gcore.launch.preflight import DatasetCheck, make_ready
 from gcore.launch.user_code import load_on_step
 from gcore.modalities.table import kind_of
 from gcore.rewarding.judge import JudgeSource
@@ -57,7 +57,7 @@ class Score:
 def dry_run(config: Config) -> None:
     """Prints what a run would do. Raises UserError if a check fails; the results before it are already printed."""
     ready = make_ready(pin(config), see_cluster(config))
-    config, plan, checked = ready.config, ready.plan, ready.checked
+    config, plan = ready.config, ready.plan
     if config.run.on_step is not None:
         load_on_step(config.run.on_step)
     counted, about_steps = with_steps(config)
@@ -70,17 +70,17 @@ def dry_run(config: Config) -> None:
     _show("GPU memory", *memory_lines(ready.memory))
     _show("", *filter(None, (ready.mode_note, _decoding(config, plan))))
     print()
-    for data in checked.datasets:
+    for data in ready.datasets:
         _show(data.key, _dataset(data, config.data.max_prompt_length))
-    prompt = next((data.prompt for data in checked.datasets if data.prompt is not None), None)
+    prompt = next((data.prompt for data in ready.datasets if data.prompt is not None), None)
     failed: list[Score] = []
     if prompt is not None and (why := kind_of(config).unscored):
         print()
         _show("prompt", f"row {prompt.row}: {_one_line(prompt.text)}")
         _show("rewards", why)
     elif prompt is not None:
-        failed = _show_prompt(config, plan, checked, prompt)
-    for warning in checked.warnings:
+        failed = _show_prompt(config, plan, ready.tokenizer, prompt)
+    for warning in ready.warnings:
         print(f"\nwarning: {warning}")
     sys.stdout.flush()  # before the error, which goes to stderr
     if failed:
@@ -100,12 +100,12 @@ def _decoding(config: Config, plan: Plan) -> str:
     return f"{library} launches up to {generation.decode_steps} decoding steps at once (generation.decode_steps)"
 
 
-def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -> list[Score]:
+def _show_prompt(config: Config, plan: Plan, tokenizer: Any, prompt: Prompt) -> list[Score]:
     """Prints the prompt, the two answers and their rewards. Returns the rewards that failed."""
     print()
     where = f"row {prompt.row} as the model reads it, {prompt.content.size:,} tokens"
     _show("prompt", where, *_quoted(prompt.text))
-    group = answers(prompt, checked.tokenizer, config.generation.max_response_length)
+    group = answers(prompt, tokenizer, config.generation.max_response_length)
     titles = ["made-up", "reference"][: len(group)]
     print()
     _show("answers", *(f"{title:<10} {_one_line(rollout.text)}" for title, rollout in zip(titles, group, strict=True)))

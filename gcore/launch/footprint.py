@@ -72,14 +72,13 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[MemoryPart]:
     if trains and config.training.emulated is not None:
         every.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", EMULATED_MB, 0, idle=True))
     elif trains:
-        held_mb, copied_mb = _trained_mb(config, plan)
-        every.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, held_mb))
-        if copied_mb >= 1:
-            every.append(MemoryPart("copy for checkpoints", plan.trainers, copied_mb, COPY_KEY, idle=True))
-        if plan.critics:
-            held_mb, copied_mb = _critic_mb(config, plan)
-            every.append(part("critic rank", plan.critics, "placement.critic.ranks", TRAINER_MB, held_mb))
-            every.append(MemoryPart("copy for checkpoints", plan.critics, copied_mb, COPY_KEY, idle=True))
+        for role, count, sizes in (("trainer", plan.trainers, _trained_mb), ("critic", plan.critics, _critic_mb)):
+            if not count:
+                continue
+            held_mb, copied_mb = sizes(config, plan)
+            every.append(part(f"{role} rank", count, f"placement.{role}.ranks", TRAINER_MB, held_mb))
+            if copied_mb >= 1:
+                every.append(MemoryPart("copy for checkpoints", count, copied_mb, COPY_KEY, idle=True))
     every.append(part("controller", plan.controllers, "controllers", CONTROLLER_MB, 0))
     workers = plan.controllers * plan.reward_workers
     every.append(MemoryPart("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))

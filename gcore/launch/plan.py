@@ -358,8 +358,10 @@ def _spans(numbers: list[int]) -> str:
 # ---- slots ----------------------------------------------------------------------------------------------------------
 
 
-def auto_slots(config: Config, cluster: Cluster) -> int:
-    """Devices that placement.slots=auto divides: the GPUs that whole blocks of a node can use, or the cores."""
+def num_slots(config: Config, cluster: Cluster) -> int:
+    """Devices to divide. `auto`: the GPUs that whole blocks of a node can use, or the cores."""
+    if config.placement.slots != "auto":
+        return config.placement.slots
     widest = max(_widths(config).values())
     return widest * len(within_nodes(_node_gpus(cluster), widest)) or cluster.cores
 
@@ -370,7 +372,7 @@ def _grid(config: Config, cluster: Cluster) -> DeviceGrid | None:
         return None
     widths = {POLICY: config.generation.tensor_parallel}
     widths |= {judge.name: judge.tensor_parallel for judge in config.rewards.engine_judges}
-    grid = DeviceGrid(auto_slots(config, cluster) if placement.slots == "auto" else placement.slots, widths)
+    grid = DeviceGrid(num_slots(config, cluster), widths)
     first_split(config, grid)
     return grid
 
