@@ -49,14 +49,10 @@ class Processes:
 
     @property
     def listed(self) -> str:
-        counts, nodes = self.counts, len(self.plan.nodes)
-        return (
-            f"{counts['controller']} controller(s), {counts['engine']} engine(s), {counts['trainer']} trainer rank(s)"
-            + (f", {counts['critic']} critic rank(s)" if counts.get("critic") else "")
-            + "".join(f", judge {name}" for name in self.plan.judges)
-            + "".join(f", scorer {name}" for name in self.plan.scorers)
-            + (f" on {nodes} nodes" if nodes > 1 else "")
-        )
+        """2 x engine, 1 x judge-critic, 1 x trainer, 2 x controller on 2 nodes"""
+        nodes = len(self.plan.nodes)
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.counts.items() if count)
+        return kinds + (f" on {nodes} nodes" if nodes > 1 else "")
 
     async def start(self) -> tuple[Roles, list[ControllerClient]]:
         """All roles that serve requests at the same time, then the controllers, which call them."""
