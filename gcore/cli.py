@@ -52,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gcore: interrupted; all processes are stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        from gcore.driver.supervise import exit_code, explain
+        from gcore.driver.supervise import explain
         from gcore.protocols import RoleDied, RoleError
 
         if not isinstance(error, RoleError | RoleDied):
             raise
-        explain(error)
+        code = explain(error)
         sys.stderr.flush()
-        os._exit(exit_code(error))  # all processes are stopped; libraries would wait for theirs at a normal exit
+        os._exit(code)  # all processes are stopped; libraries would wait for theirs at a normal exit
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

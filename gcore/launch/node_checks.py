@@ -65,8 +65,8 @@ def differences(
 
 def _versions(driver: NodeFacts, node: NodeFacts, engines: Collection[str] | None) -> Iterator[Difference]:
     if node.code != driver.code:
-        ours, theirs = (f"{facts.versions.get('gcore')}, digest {facts.code}" for facts in (driver, node))
-        yield Difference(f"other code of G-Core ({theirs}), expected {ours}")
+        there, here = (f"{facts.versions.get('gcore')}, digest {facts.code}" for facts in (node, driver))
+        yield Difference(f"other code of G-Core ({there}), expected {here}")
     minors = [facts.versions.get("python", "").split(".")[:2] for facts in (driver, node)]
     breaking = {"python": minors[0] != minors[1], **dict.fromkeys(SAME, True), "safetensors": False}
     for engine, traits in ENGINES.items():  # of those that it uses
