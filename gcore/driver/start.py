@@ -44,7 +44,7 @@ class Processes:
     @property
     def counts(self) -> dict[str, int]:
         """By kind."""
-        counts = {kind: len(nodes) for kind, nodes in self.plan.role_nodes.items()}
+        counts = self.plan.counts()
         return counts if self.mode == "train" else {**counts, "trainer": 0, "critic": 0}
 
     @property

@@ -56,26 +56,13 @@ class Plan:
         taken = Counter(gpu for gpus in self.gpu_assignment.replicas.get("engine", ()) for gpu in gpus)
         return max(taken.values(), default=1)
 
-    @property
-    def num_processes(self) -> int:
-        return sum(len(nodes) for nodes in self.role_nodes.values())
+    def counts(self, node: int | None = None) -> dict[str, int]:
+        """Processes by kind, of the run or of one node."""
+        return {kind: len(on) if node is None else on.count(node) for kind, on in self.role_nodes.items()}
 
     def nodes_of_pool(self, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The nodes of the controllers, and those of the replicas that they call."""
         return self.role_nodes.get("controller", ()), self.role_nodes.get(kind, ())
-
-    def on_node(self, node: int) -> Plan:
-        """The plan with the processes of one node only."""
-        counts = {kind: nodes.count(node) for kind, nodes in self.role_nodes.items()}
-        return replace(
-            self,
-            controllers=counts["controller"],
-            engines=counts["engine"],
-            trainers=counts[TRAINER],
-            critics=counts.get(CRITIC, 0),
-            judges={name: counts[f"judge-{name}"] for name in self.judges},
-            scorers={name: counts[f"scorer-{name}"] for name in self.scorers},
-        )
 
     def lines(self, config: Config) -> list[str]:
         """The derived sizes and the processes, as `--dry-run` prints them."""
