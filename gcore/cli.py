@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore import __version__
-from gcore.types import UserError
+from gcore.types import UserError, writing
 
 OVERRIDES = "key=value pairs that replace keys of the recipe, for example training.lr=1e-5 controllers=4"
 
@@ -372,10 +372,8 @@ def _plan(args: argparse.Namespace) -> int:
     answer = plan(*inputs)
     show(answer)
     if args.json:
-        try:
+        with writing(f"--json {args.json}"):
             Path(args.json).write_text(json.dumps(answer.as_json(), indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"--json {args.json}: cannot be written ({error.strerror})") from error
     return 0 if answer.best else 1
 
 
@@ -388,10 +386,8 @@ def _simulate(args: argparse.Namespace) -> int:
     show(scenario, runs)
     if args.json:
         first, *_ = runs.values()
-        try:
+        with writing(f"--json {args.json}"):
             first.write(Path(args.json), runs)
-        except OSError as error:
-            raise UserError(f"--json {args.json}: cannot be written ({error.strerror})") from error
         print(f"wrote {args.json}; `gcore report {args.json}` draws it")
     return 0
 

@@ -22,7 +22,7 @@ from gcore.launch.pins import models_of
 from gcore.launch.plan import Plan
 from gcore.rewarding.judge import FUNCTION
 from gcore.runtime.protocol import NodeFacts
-from gcore.types import UserError
+from gcore.types import UserError, writing
 
 SAME = ("torch", "transformers", "tokenizers", "numpy", "ray")  # a run with several versions of these would break
 CLOCK_S = 1.0  # a larger difference is reported
@@ -207,10 +207,8 @@ def cluster_doctor(folder: str) -> int:
         raise UserError("RAY_ADDRESS is not set; expected the address of a Ray cluster, HOST:PORT or auto")
     cluster = cluster_of(*list_nodes())
     directory = Path(folder)
-    try:
+    with writing(f"--run-dir {folder}"):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--run-dir {folder}: cannot be made: {error.strerror or error}") from None
     driver, facts = look_at_nodes(cluster.nodes, (), directory, LINK_MB)
     print(f"cluster     {len(facts)} node(s) that run roles, at {os.environ.get('RAY_ADDRESS', 'the joined cluster')}")
     print(f"driver      {driver.host}: {_shown(driver)}")

@@ -52,7 +52,7 @@ from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import RemoteBackend
-from gcore.types import Prompt, UserError
+from gcore.types import Prompt, UserError, writing
 
 ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
 DatasetSplit = Literal["train", "eval"]
@@ -156,13 +156,11 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
 
 def _disk(config: Config) -> None:
     folder = Path(config.run.dir)
-    try:
+    with writing(f"run.dir={folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.write_bytes(b"x")
         probe.unlink()
-    except OSError as error:
-        raise UserError(f"run.dir={folder}: cannot write to it: {error.strerror or error}") from None
     free = shutil.disk_usage(folder).free / 2**20
     if free < config.observe.min_free_disk_mb:
         raise UserError(
