@@ -125,7 +125,7 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
         both = [(steps, budgets.get(seed)) for seed, steps in reached.items()]
         shares = [f"{steps / budget:.1f}" if steps and budget else "-" for steps, budget in both]
         steps = ", ".join(str(each) if each else "not reached" for each in reached.values())
-        rows.append(f"| {ALGORITHMS[name].title} | {before} | {after} | {steps} | {', '.join(shares)} |")
+        rows.append(f"| `{name}` | {before} | {after} | {steps} | {', '.join(shares)} |")
     return rows
 
 
@@ -143,7 +143,7 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], target: Path) -> None:
         for each in by_seed.values():
             axis.plot(*zip(*each["curve"], strict=True), linewidth=1.2)
         axis.axhline(GOAL, color="0.7", linewidth=0.8, linestyle=":")
-        axis.set_title(ALGORITHMS[name].title, fontsize=9)
+        axis.set_title(name, fontsize=9)
         axis.tick_params(labelsize=7)
     for axis in axes[len(found) :]:
         axis.set_axis_off()

@@ -96,7 +96,7 @@ def measure_trainer(part: str, args: argparse.Namespace) -> None:
     host = HostMemory()
     import torch
 
-    from gcore.launch.build_ranks import build_trainer
+    from gcore.launch.build import build_trainer
     from gcore.launch.machines import detect_machine
     from gcore.launch.plan import make_plan
     from gcore.protocols import Receivers, Rendezvous

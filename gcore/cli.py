@@ -10,12 +10,12 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gcore import __version__
-from gcore.types import UserError
+from gcore.types import UserError, writing
 
 OVERRIDES = "key=value pairs that replace keys of the recipe, for example training.lr=1e-5 controllers=4"
 
@@ -52,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gcore: interrupted; all processes are stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        from gcore.driver.supervise import exit_code, explain
+        from gcore.driver.supervise import explain
         from gcore.protocols import RoleDied, RoleError
 
         if not isinstance(error, RoleError | RoleDied):
             raise
-        explain(error)
+        code = explain(error)
         sys.stderr.flush()
-        os._exit(exit_code(error))  # all processes are stopped; libraries would wait for theirs at a normal exit
+        os._exit(code)  # all processes are stopped; libraries would wait for theirs at a normal exit
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -194,16 +194,15 @@ def _parser() -> argparse.ArgumentParser:
 def _load(command: str, path: str, overrides: Sequence[str]) -> Any:
     """The configuration in a file. A valid file of another command is named as such, not by its unknown keys."""
     from gcore.config.load import load_config
-    from gcore.config.tree import Config
-    from gcore.simulate.scenario import Scenario
+    from gcore.simulate.scenario import load_scenario
 
-    trees: dict[str, type[Any]] = {"train": Config, "simulate": Scenario}
+    loads: dict[str, Callable[..., Any]] = {"train": load_config, "simulate": load_scenario}
     try:
-        return load_config(path, overrides, into=trees[command], what="scenario" if command == "simulate" else "recipe")
+        return loads[command](path, overrides)
     except UserError:
-        for other in trees:
+        for other in loads:
             with contextlib.suppress(UserError):
-                load_config(path, into=trees[other])
+                loads[other](path)
                 break
         else:
             raise
@@ -371,10 +370,8 @@ def _plan(args: argparse.Namespace) -> int:
     answer = plan(*inputs)
     show(answer)
     if args.json:
-        try:
+        with writing(f"--json {args.json}"):
             Path(args.json).write_text(json.dumps(answer.as_json(), indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"--json {args.json}: cannot be written ({error.strerror})") from error
     return 0 if answer.best else 1
 
 
@@ -387,10 +384,8 @@ def _simulate(args: argparse.Namespace) -> int:
     show(scenario, runs)
     if args.json:
         first, *_ = runs.values()
-        try:
+        with writing(f"--json {args.json}"):
             first.write(Path(args.json), runs)
-        except OSError as error:
-            raise UserError(f"--json {args.json}: cannot be written ({error.strerror})") from error
         print(f"wrote {args.json}; `gcore report {args.json}` draws it")
     return 0
 

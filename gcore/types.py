@@ -12,8 +12,9 @@ images, ...) is in `content`: see content/base.py.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -55,6 +56,15 @@ PARAM_SYNONYMS = {  # names in other libraries -> names here
 
 class UserError(ValueError):
     """An error that the user can fix. Printed as one line: what, got, expected, and the key to change."""
+
+
+@contextlib.contextmanager
+def writing(place: object, then: str = "") -> Iterator[None]:
+    """UserError instead of OSError: no right to write there, or the disk is full. `place`: with its key."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{place}: cannot write to it: {error.strerror or error}{then}") from None
 
 
 class RewardError(RuntimeError):

@@ -20,7 +20,7 @@ from gcore.config.load import load_config
 from gcore.config.tree import Config
 from gcore.content.processor import MediaProcessor
 from gcore.modalities.table import kind_of
-from gcore.types import UserError
+from gcore.types import UserError, writing
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
@@ -105,16 +105,12 @@ def export_language_model(
 
 def _check_place(folder: Path) -> None:
     """UserError if the folder has files, or cannot be written. It exists afterwards."""
-    try:
+    with writing(folder, "; choose another folder to export to"):
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"{folder}: the folder is not empty; choose another folder to export to")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise UserError(
-            f"{folder}: cannot write to it: {error.strerror or error}; choose another folder to export to"
-        ) from None
 
 
 class _Policy:

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from gcore.checkpoint import store
-from gcore.types import UserError
+from gcore.types import UserError, writing
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX, LINK, OWNER = "gcore-checkpoint-", "memory", "owner"
@@ -45,14 +45,10 @@ def open_memory(run_folder: Path) -> None:
                 "checkpoint.memory_every=0"
             )
         link.unlink()  # the machine was started again, or this folder is a copy of another run
-    try:
+    with writing(f"checkpoint.memory_every: {SHARED_MEMORY}"):
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
         link.symlink_to(folder)
         (folder / OWNER).write_text(str(link.absolute()))
-    except OSError as error:
-        raise UserError(
-            f"checkpoint.memory_every: cannot write to {SHARED_MEMORY}: {error.strerror or error}"
-        ) from None
 
 
 def close_memory(run_folder: Path) -> None:

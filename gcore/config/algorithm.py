@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gcore.config.base import Count, Fraction, NonNegative, PositiveInt, Section
 from gcore.config.presets import Preset
@@ -47,6 +47,19 @@ ESTIMATORS = {
     "gae": Estimator(siblings=False, whiten=True, step_rewards=True, critic=True),
 }
 OWN_ESTIMATOR = Estimator(siblings=False)  # of a user's function
+
+
+def _one_of(names: Collection[str]) -> AfterValidator:
+    """A name of a table, or the path of a user's function."""
+
+    def check(name: str) -> str:
+        if name in names or ":" in name:
+            return name
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"got {name!r}; expected one of {', '.join(names)}, or file.py:function{hint}")
+
+    return AfterValidator(check)
 
 
 class AdaptiveKl(Section):
@@ -104,7 +117,7 @@ class Algorithm(Section):
     preset: Preset | None = None
     """Sets the keys of this section that the recipe does not set to the values of a paper, see docs/algorithms.md.
     `dapo` also sets `sampling.filter: spread`."""
-    adv_estimator: str = "grpo"
+    adv_estimator: Annotated[str, _one_of(ESTIMATORS)] = "grpo"
     """How advantages are computed from rewards. `grpo`: (reward - mean of the group) / its standard deviation;
     `dr_grpo`: reward - mean of the group; `rloo`: reward - mean of the other siblings; `opo`: reward - mean weighted by
     length; `gpg`: as `dr_grpo`, scaled up for groups without a spread; `gdpo`: each reward of the recipe
@@ -112,7 +125,7 @@ class Algorithm(Section):
     batch; `reinforce_pp_baseline`: reward - mean of the group, whitened over the batch; `remax`: reward - reward of a
     greedy response; `gae`: generalized advantage estimation with a value network (PPO), see `critic`. Or a function of
     yours, `file.py:f` or `package.module:f`, see docs/algorithms.md."""
-    policy_loss: str = "ppo"
+    policy_loss: Annotated[str, _one_of(LOSSES)] = "ppo"
     """The surrogate loss: `ppo`, `gspo`, `cispo`, `sapo` or `reinforce`, see docs/algorithms.md. Or a function of
     yours, `file.py:f` or `package.module:f`."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
@@ -188,26 +201,8 @@ class Algorithm(Section):
     def estimator(self) -> Estimator:
         return ESTIMATORS.get(self.adv_estimator, OWN_ESTIMATOR)
 
-    @field_validator("adv_estimator")
-    @classmethod
-    def _known_estimator(cls, name: str) -> str:
-        return _known(name, ESTIMATORS)
-
-    @field_validator("policy_loss")
-    @classmethod
-    def _known_loss(cls, name: str) -> str:
-        return _known(name, LOSSES)
-
     @model_validator(mode="after")
     def _adapts(self) -> Algorithm:
         if self.adaptive_kl is not None and self.kl_coef == 0:
             raise ValueError("adaptive_kl changes kl_coef, which is 0; expected kl_coef above 0, its start")
         return self
-
-
-def _known(name: str, names: Collection[str]) -> str:
-    if name in names or ":" in name:
-        return name
-    near = difflib.get_close_matches(name, names, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"got {name!r}; expected one of {', '.join(names)}, or file.py:function{hint}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from functools import reduce
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from gcore.config.engines import DEFAULT_ENGINE, ENGINES, EngineName, EngineTraits
+from gcore.config.leaves import leaves_of
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -32,15 +33,12 @@ def _folder_name(name: str) -> str:
 FolderName = Annotated[str, AfterValidator(_folder_name)]
 
 
-def non_finite(value: Any) -> str:
+def non_finite(tree: Any) -> str:
     """The place of a NaN or an infinity in nested lists and mappings: {"a": [1.0, math.nan]} -> "a.1 is nan". Empty:
     all numbers are finite."""
-    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
-        return "" if math.isfinite(value) else f" is {value}"
-    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        if place := non_finite(item):
-            return f"{key}{'' if place.startswith(' ') else '.'}{place}"
+    for path, value in leaves_of(tree):
+        if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) and not math.isfinite(value):
+            return f"{path} is {value}"
     return ""
 
 
@@ -68,6 +66,15 @@ class Section(BaseModel):
             if isinstance(value, float) and abs(value) > LARGEST:
                 raise ValueError(f"{name}={value:g}; expected a number of at most {LARGEST:g}")
         return self
+
+
+def refuse_value(config: Section, cause: str, key: str, is_excluded: bool, expected: str) -> None:
+    """ValueError if a key has a value that the cause excludes: `objective=reward_model: got training.compile=true`"""
+    if is_excluded:
+        value = reduce(getattr, key.split("."), config)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        got = f"{key}={shown}" if isinstance(value, str | int | float) else key
+        raise ValueError(f"{cause}: got {got}; expected {expected}")
 
 
 class BuildVision(Section):

@@ -5,8 +5,10 @@ The checks that need more than the recipe (files, models, devices) are in launch
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from gcore.config.base import refuse_value
 from gcore.config.denoising import check_denoising
 from gcore.config.engines import engines_with
 from gcore.config.megatron import TRAINER
@@ -135,17 +137,15 @@ def _check_objective(config: Config) -> None:
 
 
 def _check_reward_model(config: Config) -> None:
-    training, trainer = config.training, config.placement.trainer
-    for key, given, expected in (
-        ("rewards", bool(config.rewards.names), "none: nothing is generated"),
-        ("preference.pairs", config.preference.pairs == "rollouts", "dataset"),
-        ("model.lora", config.model.lora is not None, "none: all weights are trained"),
-        ("training.warm_start", training.warm_start is not None, "none"),
-        ("training.context_parallel", training.context_parallel > 1, "1"),
-        ("placement.trainer.tensor_parallel", trainer.tensor_parallel > 1, "1"),
-    ):
-        if given:
-            raise ValueError(f"objective=reward_model: got {key}; expected {expected}")
+    training = config.training
+    refuse = partial(refuse_value, config, "objective=reward_model")
+    refuse("rewards", bool(config.rewards.names), "none: nothing is generated")
+    refuse("preference.pairs", config.preference.pairs == "rollouts", "dataset")
+    refuse("model.lora", config.model.lora is not None, "none: all weights are trained")
+    refuse("training.backend", training.backend == "megatron", "fsdp: Megatron-Core trains policies")
+    refuse("training.warm_start", training.warm_start is not None, "none")
+    refuse("training.context_parallel", training.context_parallel > 1, "1")
+    refuse(f"{TRAINER}.tensor_parallel", config.placement.trainer.tensor_parallel > 1, "1")
 
 
 def _check_critic(config: Config) -> None:
@@ -195,38 +195,23 @@ def _check_lora(config: Config) -> None:
 def _check_megatron(config: Config) -> None:
     """The degrees of `training.backend`, and what Megatron-Core cannot do."""
     training, trainer = config.training, config.placement.trainer
+    refuse = partial(refuse_value, config, f"training.backend={training.backend}")
     if training.backend != "megatron":
         for key in ("pipeline_parallel", "virtual_pipeline", "expert_parallel"):
-            if getattr(trainer, key) > 1:
-                value = getattr(trainer, key)
-                raise ValueError(f"{TRAINER}.{key}={value}: expected 1, or training.backend=megatron")
+            refuse(f"{TRAINER}.{key}", getattr(trainer, key) > 1, "1, or training.backend=megatron")
         return
-    if config.objective == "reward_model":
-        raise ValueError("objective=reward_model: training.backend=megatron trains policies; expected backend=fsdp")
-    if config.model.lora is not None:
-        raise ValueError("model.lora: training.backend=megatron has no adapters; expected training.backend=fsdp")
-    if training.offload not in ("auto", "none"):
-        raise ValueError(
-            f"training.offload={training.offload}: training.backend=megatron keeps its state on the device; "
-            "expected auto or none"
-        )
-    if training.compile is True:
-        raise ValueError("training.compile=true: not with training.backend=megatron; expected auto or false")
-    if trainer.shard != "auto":
-        raise ValueError(
-            f"{TRAINER}.shard={trainer.shard}: training.backend=megatron shards the optimizer over all data-parallel "
-            "ranks; expected auto"
-        )
-    if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel < 3:
-        # With two stages both neighbours are one rank, and Megatron receives gradients as activations.
-        raise ValueError(
-            f"{TRAINER}.virtual_pipeline={trainer.virtual_pipeline}: expected 1, or pipeline_parallel of at least 3"
-        )
+    refuse("model.lora", config.model.lora is not None, "none, or training.backend=fsdp: there are no adapters")
+    refuse("training.offload", training.offload not in ("auto", "none"), "auto or none: its state is on the device")
+    refuse("training.compile", training.compile is True, "auto or false")
+    refuse(f"{TRAINER}.shard", trainer.shard != "auto", "auto: all data-parallel ranks share the optimizer")
+    # With two stages both neighbours are one rank, and Megatron receives gradients as activations.
+    is_too_short = trainer.virtual_pipeline > 1 and trainer.pipeline_parallel < 3
+    refuse(f"{TRAINER}.virtual_pipeline", is_too_short, "1, or pipeline_parallel of at least 3")
 
 
 def _check_lengths(config: Config) -> None:
     training = config.training
-    longest = config.data.max_prompt_length + config.generation.max_response_length
+    longest = config.max_length
     together = 2 if config.needs.pairs else 1
     if together * longest > training.max_tokens_per_gpu * training.context_parallel:
         raise ValueError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gcore.config.base import NonNegative, PositiveInt, Section
+from gcore.config.base import NonNegative, PositiveInt, Section, refuse_value
 from gcore.config.engines import engines_with
+from gcore.config.megatron import TRAINER
 
 if TYPE_CHECKING:
     from gcore.config.tree import Config
@@ -100,41 +102,32 @@ def implied_by_denoising(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_denoising(config: Config) -> None:
-    """Raises ValueError if keys of language models and of diffusion models contradict each other."""
+    """ValueError if keys of language models and of diffusion models contradict each other."""
     generation, model, algorithm, training = config.generation, config.model, config.algorithm, config.training
-    exact = algorithm.kl_coef > 0 and algorithm.kl_estimator in ("exact", "velocity")
+    compares_predictions = algorithm.kl_coef > 0 and algorithm.kl_of_gaussians
     if generation.denoising is None:
         if model.denoiser is not None:
             raise ValueError("model.denoiser is a diffusion model: set generation.denoising ({} uses the defaults)")
-        if exact:
+        if compares_predictions:
             raise ValueError(f"algorithm.kl_estimator={algorithm.kl_estimator} needs generation.denoising")
         return
-    if model.lora is not None and model.denoiser is not None:
-        raise ValueError("model.lora: model.denoiser starts as the zero function, and has to train all weights")
-    if model.build is not None:
-        raise ValueError("generation.denoising: model.build is a language model; expected model.denoiser or model.path")
-    if generation.max_response_length != generation.denoising.steps:
-        raise ValueError(
-            f"generation.max_response_length={generation.max_response_length} differs from "
-            f"generation.denoising.steps={generation.denoising.steps}: remove the first key"
-        )
     if config.is_offline or algorithm.estimator.critic:
         what = f"algorithm.adv_estimator={algorithm.adv_estimator}" if algorithm.estimator.critic else config.objective
         raise ValueError(f"generation.denoising: {what} is for language models; expected a policy without a critic")
-    if training.backend != "fsdp":
-        raise ValueError(f"generation.denoising: got training.backend={training.backend}; expected fsdp")
-    if not generation.traits.denoises:
-        raise ValueError(f"generation.denoising: got engine={generation.engine}; expected {engines_with('denoises')}")
-    if generation.temperature != 1 or generation.top_p != 1 or generation.top_k or generation.keep_sampling_mask:
-        raise ValueError(
-            "generation.denoising: temperature, top_p, top_k and keep_sampling_mask are of language models"
-        )
-    if training.warm_start is not None and model.denoiser is None:
-        raise ValueError("training.warm_start: a diffusion model from model.path has no warm start; remove it")
-    if training.context_parallel > 1 or config.placement.trainer.tensor_parallel > 1:
-        raise ValueError("generation.denoising: expected training.context_parallel=1 and trainer.tensor_parallel=1")
-    if exact and algorithm.kl_in != "loss":
-        raise ValueError(f"algorithm.kl_estimator={algorithm.kl_estimator} needs kl_in=loss, got {algorithm.kl_in}")
     if algorithm.entropy_coef or algorithm.adaptive_entropy is not None:
         key = "entropy_coef" if algorithm.entropy_coef else "adaptive_entropy"
         raise ValueError(f"algorithm.{key}: the entropy of a denoising step is constant; expected it unset")
+    if compares_predictions and algorithm.kl_in != "loss":
+        raise ValueError(f"algorithm.kl_estimator={algorithm.kl_estimator} needs kl_in=loss, got {algorithm.kl_in}")
+    refuse = partial(refuse_value, config, "generation.denoising")
+    steps, built = generation.denoising.steps, model.denoiser
+    refuse("model.build", model.build is not None, "model.denoiser or model.path: it is a language model")
+    refuse("model.lora", bool(model.lora and built), "none: model.denoiser trains all weights, as it starts from 0")
+    refuse("generation.max_response_length", generation.max_response_length != steps, f"it unset, or steps={steps}")
+    for name, off in (("temperature", 1), ("top_p", 1), ("top_k", 0), ("keep_sampling_mask", False)):
+        refuse(f"generation.{name}", getattr(generation, name) != off, "it unset: it is of language models")
+    refuse("generation.engine", not generation.traits.denoises, engines_with("denoises"))
+    refuse("training.backend", training.backend != "fsdp", "fsdp")
+    refuse("training.warm_start", training.warm_start is not None and not built, "none with a model from model.path")
+    refuse("training.context_parallel", training.context_parallel > 1, "1")
+    refuse(f"{TRAINER}.tensor_parallel", config.placement.trainer.tensor_parallel > 1, "1")

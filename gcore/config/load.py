@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -36,15 +36,13 @@ _FLOAT = re.compile(r"^[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-@overload
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
-@overload
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[Tree], what: str = "recipe") -> Tree: ...
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, into: type[BaseModel] = Config, what: str = "recipe"
-) -> BaseModel:
-    """Reads, overrides, validates. Raises UserError with one line per problem. `into`: the tree of another command;
-    `what`: the name of such files, for messages."""
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads, overrides, validates. Raises UserError with one line per problem."""
+    return load_tree(path, overrides, Config, "recipe")
+
+
+def load_tree(path: str | Path, overrides: Sequence[str], into: type[Tree], what: str) -> Tree:
+    """`into`: the tree of a command; `what`: the name of its files, for messages."""
     tree = read_tree(path, what)
     for word in overrides:
         override(tree, word)
@@ -133,26 +131,23 @@ def override(tree: dict[str, Any], word: str) -> None:
         raise UserError(f"override {word!r}: the value is not valid YAML") from None
     *parents, last = key.split(".")
     node: Any = tree
-    for depth, name in enumerate(parents):
-        if isinstance(node, list):
-            node = _list_item(node, name, word)
-        else:
-            if node.get(name) is None:
-                node[name] = {}
-            node = node[name]
+    for depth, name in enumerate(parents, 1):
+        place = _place(node, name, word)
+        if isinstance(node, dict) and node.get(place) is None:
+            node[place] = {}
+        node = node[place]
         if not isinstance(node, dict | list):
-            raise UserError(f"override {word!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
-    if isinstance(node, list):
-        _list_item(node, last, word)
-        node[int(last)] = value
-    else:
-        node[last] = value
+            raise UserError(f"override {word!r}: {'.'.join(parents[:depth])} is a value, not a section")
+    node[_place(node, last, word)] = value
 
 
-def _list_item(node: list[Any], name: str, word: str) -> Any:
+def _place(node: dict[str, Any] | list[Any], name: str, word: str) -> Any:
+    """A key of a section, or the index of an item that a list has."""
+    if isinstance(node, dict):
+        return name
     if not name.isdigit() or int(name) >= len(node):
         raise UserError(f"override {word!r}: expected an index below {len(node)}, got {name!r}")
-    return node[int(name)]
+    return int(name)
 
 
 def _explain_all(error: ValidationError, keys: list[str]) -> list[str]:

@@ -178,7 +178,9 @@ FORMER = {  # keys that were removed or renamed, or that one could expect -> the
     "rewards.judges.emulated.speed": "remove it, and divide all seconds of the emulated sections by it",
     "rewards.models.device": "training.device (of all models of a run)",
     "rewards.models.max_tokens_per_batch": "remove it: 16,384 tokens",
+    "sampling.curriculum.min_weight": "remove it: 0.1",
     "sampling.curriculum.newest": "remove it: 0.5",
+    "sampling.curriculum.start": "remove it: 0.5",
     "training.emulated.speed": "remove it, and divide all seconds of the emulated sections by it",
 }
 

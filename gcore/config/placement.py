@@ -35,12 +35,6 @@ class TrainerPlacement(Section):
     threads: PositiveInt | Auto = "auto"
     """CPU threads per trainer and critic rank; `auto`: cores of a node divided by these ranks."""
 
-    @model_validator(mode="after")
-    def _whole_groups(self) -> TrainerPlacement:
-        if self.ranks != "auto" and self.ranks % self.tensor_parallel:
-            raise ValueError(f"tensor_parallel={self.tensor_parallel} must divide ranks={self.ranks}")
-        return self
-
 
 class CriticPlacement(Section):
     ranks: Count = 0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from gcore.config.base import Auto, Count, Fraction, PositiveInt, Section
+from gcore.config.base import Auto, Count, PositiveInt, Section
 from gcore.config.objects import FunctionPath
 
 MAX_OVERSAMPLING = 4.0  # default of sampling.max_oversampling
@@ -23,17 +23,13 @@ def acceptance_rate(last: float, passed: int, dropped: int, groups_per_step: flo
 class Curriculum(Section):
     order: Literal["near_half", "easy_first"] = "near_half"
     """`near_half`: prompts are drawn at random, and those whose pass rate is near 0.5 more often: with weight
-    4 p (1 - p), at least `min_weight`. `easy_first`: each pass over the prompts goes from the highest pass rate to the
-    lowest."""
+    4 p (1 - p), at least 0.1, so that those of pass rate 0 or 1 are tried again. `easy_first`: each pass over the
+    prompts goes from the highest pass rate to the lowest."""
     pass_reward: float = 0.5
     """A response passes if its reward is at least this."""
     column: str | None = None
-    """Column of `data.train` with a pass rate from 0 to 1 to start with, measured by another model or an earlier
-    run."""
-    start: Fraction = 0.5
-    """Pass rate of a prompt that was never drawn and has none in `column`."""
-    min_weight: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """`near_half`: the least weight of a prompt, so that those of pass rate 0 or 1 are tried again."""
+    """Column of `data.train` with a pass rate from 0 to 1 to start with, measured by another model or an earlier run.
+    A prompt that was never drawn and has none starts at 0.5."""
 
 
 class Sampling(Section):

@@ -278,7 +278,7 @@ async def watch_for_new_nodes(plan: Plan, config: Config, see: Callable[[Config]
         try:
             cluster = await asyncio.to_thread(see, config)
             new = [node for node in cluster.nodes if node.node_id not in known]
-            grows = bool(new) and make_plan(config, cluster).num_processes > plan.num_processes
+            grows = bool(new) and sum(make_plan(config, cluster).counts().values()) > sum(plan.counts().values())
         except (UserError, OSError):  # a new node left while it was checked, or fits in no plan: no reason to end a run
             continue
         if grows:

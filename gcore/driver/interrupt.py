@@ -14,8 +14,21 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-_cancel_of: dict[int, Callable[[], Any]] = {}  # thread -> how to cancel the run in it
-_interrupted: set[int] = set()  # threads whose run must end, also if it has no event loop yet
+
+class _RunThread(threading.Thread):
+    """A run in a notebook, whose thread has an event loop already."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(name="gcore-run", daemon=True)
+        self._function, self.done = function, Future[Any]()
+        self.cancel: Callable[[], Any] | None = None  # the task of the run
+        self.is_interrupted = False  # the run must end, also if it has no task yet
+
+    def run(self) -> None:
+        try:
+            self.done.set_result(self._function())
+        except BaseException as error:
+            self.done.set_exception(error)
 
 
 def outside_of_loops(function: Callable[[], Any]) -> Any:
@@ -24,38 +37,27 @@ def outside_of_loops(function: Callable[[], Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return function()
-    done: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            done.set_result(function())
-        except BaseException as error:
-            done.set_exception(error)
-        finally:
-            _cancel_of.pop(threading.get_ident(), None)
-            _interrupted.discard(threading.get_ident())
-
-    thread = threading.Thread(target=work, name="gcore-run", daemon=True)
+    thread = _RunThread(function)
     try:
         thread.start()
-        return done.result()
+        return thread.done.result()
     except KeyboardInterrupt:
-        if not done.done():
-            _interrupted.add(thread.ident or 0)  # first: `end_at_signals` looks at it last
-            if cancel := _cancel_of.get(thread.ident or 0):
-                cancel()
-                wait([done])  # until all processes are stopped
+        if not thread.done.done():
+            thread.is_interrupted = True  # first: `end_at_signals` looks at it last
+            if thread.cancel is not None:
+                thread.cancel()
+                wait([thread.done])  # until all processes are stopped
         raise
 
 
 def end_at_signals() -> None:
     """SIGTERM cancels the current task like Ctrl-C. It does not raise SIGINT, which processes in the background
     ignore. In a thread, where signals do not arrive, `outside_of_loops` cancels it."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    task, loop, thread = asyncio.current_task(), asyncio.get_running_loop(), threading.current_thread()
     assert task is not None
-    if threading.current_thread() is threading.main_thread():
+    if thread is threading.main_thread():
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    else:
-        _cancel_of[threading.get_ident()] = partial(loop.call_soon_threadsafe, task.cancel)
-        if threading.get_ident() in _interrupted:  # during the checks before the run
+    elif isinstance(thread, _RunThread):
+        thread.cancel = partial(loop.call_soon_threadsafe, task.cancel)
+        if thread.is_interrupted:  # during the checks before the run
             task.cancel()

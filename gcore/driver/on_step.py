@@ -10,10 +10,11 @@ change what belongs to the program or the notebook that calls `gcore.train`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
 from gcore.clients import ControllerClient
@@ -46,14 +47,11 @@ async def call_after_steps(controllers: Sequence[ControllerClient], on_step: OnS
 
 
 def _call_into(done: Future[bool], on_step: OnStep, row: Row) -> None:
-    try:
-        stop = call(on_step, row)
-    except UserError as error:
-        if done.set_running_or_notify_cancel():
+    with contextlib.suppress(InvalidStateError):  # the run has ended
+        try:
+            done.set_result(call(on_step, row))
+        except UserError as error:
             done.set_exception(error)
-    else:
-        if done.set_running_or_notify_cancel():
-            done.set_result(stop)
 
 
 def call(on_step: OnStep, row: Row) -> bool:

@@ -16,9 +16,8 @@ from gcore.config.resume import changes, refusal
 from gcore.config.secrets import hide
 from gcore.config.tree import Config
 from gcore.driver.heal import RestartBudget
-from gcore.driver.run_lock import writing
 from gcore.launch.preflight import DatasetCheck
-from gcore.types import UserError
+from gcore.types import UserError, writing
 
 WRITTEN = (  # by a run, beside checkpoints
     *("config.yaml", "metrics.jsonl", "events.jsonl", "placement.jsonl", "trackers.json"),

@@ -24,7 +24,6 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import socket
 import threading
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from gcore.types import UserError
+from gcore.types import UserError, writing
 
 BEAT_S = 5.0
 PATIENCE_S = 30.0  # without a sign of life of an owner on another machine
@@ -47,14 +46,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Owner("node1", 4711, since=1790000000.0, boot="6f1c...", started=1789999990.0, token="9f86d081")"""
+    """Owner("node1", 4711, since=1790000000.0, boot="6f1c...", started=1789999990.0)"""
 
     host: str
     pid: int
     since: float
     boot: str  # changes when the machine starts
     started: float  # the process: its id may be used again
-    token: str
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.since))
@@ -89,36 +87,25 @@ def owner(folder: Path) -> Owner | None:
     return None if last is None or last.is_dead else last
 
 
-@contextlib.contextmanager
-def writing(folder: Path, key: str = "") -> Iterator[None]:
-    """UserError instead of OSError: no right to write there, or the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{key}{folder}: cannot write to it: {error.strerror or error}") from None
-
-
 def _places(folder: Path) -> list[Path]:
     """For each name of the folder, if it is a symbolic link to another one."""
-    names = [
-        folder.parent.resolve() / folder.name,
-        *([folder.resolve()] if folder.is_symlink() and folder.is_dir() else []),
-    ]
+    names = [folder.parent.resolve() / folder.name]
+    names += [folder.resolve()] if folder.is_symlink() and folder.is_dir() else []
     return [name.with_name(f".{name.name}.lock") for name in names]
 
 
 @contextlib.contextmanager
 def _hold(path: Path, folder: Path, say: Say) -> Iterator[int]:
-    with writing(path.parent, "run.dir="):
+    with writing(f"run.dir={path.parent}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, locked = _wait(path, folder)
     ended = threading.Event()
     beat = threading.Thread(target=_beat, args=(descriptor, ended), name="run lock", daemon=True)
-    me = Owner(socket.gethostname(), os.getpid(), time.time(), _boot(), _started(), secrets.token_hex(4))
+    me = Owner(socket.gethostname(), os.getpid(), time.time(), _boot(), _started())
     try:
         if (last := _read(path)) is not None:
             _check_gone(path, folder, last, locked, say)
-        with writing(path.parent, "run.dir="):
+        with writing(f"run.dir={path.parent}"):
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
             os.fsync(descriptor)

@@ -17,9 +17,8 @@ from typing import Any, Literal, TypeVar
 
 from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config
-from gcore.launch.build import Roles, build_engine, build_judge, build_scorer
+from gcore.launch.build import Roles, build_critic, build_engine, build_judge, build_scorer, build_trainer
 from gcore.launch.build_controller import build_controller, import_controller
-from gcore.launch.build_ranks import build_critic, build_trainer
 from gcore.launch.plan import Plan
 from gcore.observe.progress import Progress, Status
 from gcore.protocols import Handle, RoleDied
@@ -45,19 +44,15 @@ class Processes:
     @property
     def counts(self) -> dict[str, int]:
         """By kind."""
-        counts = {kind: len(nodes) for kind, nodes in self.plan.role_nodes.items()}
+        counts = self.plan.counts()
         return counts if self.mode == "train" else {**counts, "trainer": 0, "critic": 0}
 
     @property
     def listed(self) -> str:
-        counts, nodes = self.counts, len(self.plan.nodes)
-        return (
-            f"{counts['controller']} controller(s), {counts['engine']} engine(s), {counts['trainer']} trainer rank(s)"
-            + (f", {counts['critic']} critic rank(s)" if counts.get("critic") else "")
-            + "".join(f", judge {name}" for name in self.plan.judges)
-            + "".join(f", scorer {name}" for name in self.plan.scorers)
-            + (f" on {nodes} nodes" if nodes > 1 else "")
-        )
+        """2 x engine, 1 x judge-critic, 1 x trainer, 2 x controller on 2 nodes"""
+        nodes = len(self.plan.nodes)
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.counts.items() if count)
+        return kinds + (f" on {nodes} nodes" if nodes > 1 else "")
 
     async def start(self) -> tuple[Roles, list[ControllerClient]]:
         """All roles that serve requests at the same time, then the controllers, which call them."""

@@ -121,7 +121,7 @@ def _make_ready(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, P
     ready = make_ready(config, cluster, mode == "train")
     config = ready.config
     if mode == "train":
-        check_resume(config, next(data for data in ready.checked.datasets if data.key == "data.train"))
+        check_resume(config, next(data for data in ready.datasets if data.key == "data.train"))
     find_weights(config, of_hub=True)
     if mode == "eval":
         config = open_evaluation_folder(config)
@@ -260,21 +260,15 @@ def _statuses(answers: Sequence[ControllerStatus]) -> list[Status]:
     return [Status(answer.role, answer.stage, answer.detail, answer.step) for answer in answers]
 
 
-def exit_code(error: BaseException) -> int:
-    """2: user error; 130: interrupted; 1: all other errors."""
-    if isinstance(error, RoleError) and error.user_error:
-        return 2
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-def explain(error: BaseException) -> None:
-    """Print why a run ended early: the first traceback and the name of the role."""
-    if isinstance(error, RoleError):
-        if not error.user_error:
-            print(f"\nfirst traceback, from {error.role}:\n{hide(error.traceback)}", file=sys.stderr)
-        print(f"gcore: {hide(error.message if error.user_error else with_notes(error))}", file=sys.stderr)
-    elif isinstance(error, RoleDied):
-        print(
-            "gcore: " + hide(with_notes(error, "; run.resume=auto continues from the last checkpoint, if any")),
-            file=sys.stderr,
-        )
+def explain(error: RoleError | RoleDied) -> int:
+    """Print why a run ended early: the first traceback and the name of the role. Returns the exit code: 2 if the user
+    can fix it, else 1."""
+    if isinstance(error, RoleDied):
+        text = with_notes(error, "; run.resume=auto continues from the last checkpoint, if any")
+    elif error.user_error:
+        text = error.message
+    else:
+        print(f"\nfirst traceback, from {error.role}:\n{hide(error.traceback)}", file=sys.stderr)
+        text = with_notes(error)
+    print(f"gcore: {hide(text)}", file=sys.stderr)
+    return 2 if isinstance(error, RoleError) and error.user_error else 1

@@ -8,7 +8,6 @@ rules decide. The rest of the run sees a configuration with an explicit mode.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from gcore.config.tree import Config
 from gcore.cost.costs import GPUS, Gpu
 from gcore.cost.shapes import model_shape
 from gcore.launch.machines import Cluster, Machine, as_cluster
-from gcore.launch.plan import auto_slots
+from gcore.launch.plan import num_slots
 from gcore.planner.inputs import WIDTHS, Constraints, Workload
 from gcore.planner.plan import PlanResult, plan
 from gcore.planner.steps import Mode
@@ -47,7 +46,7 @@ def choose_mode(
     if config.sampling.staleness:
         mode = "disaggregated" if gpus > len(judges) + len(config.rewards.models) + 1 else "shared"
         return _with_mode(config, mode), f"placement.mode=auto: {mode} (asynchronous rollout on {gpus} GPU(s))"
-    slots = auto_slots(config, cluster) if config.placement.slots == "auto" else config.placement.slots
+    slots = num_slots(config, cluster)
     names = detect_gpu_names(cluster) if gpu_names is None else gpu_names
     gpu = planner_gpu(names)
     if gpu is None:
@@ -131,10 +130,6 @@ def detect_gpu_names(cluster: Cluster) -> list[str]:
     lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
     if lines:
         return [line.partition(":")[2].strip() for line in lines]
-    try:
-        query = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in query.stdout.splitlines() if line.strip()]
+    from gcore.runtime.nodes import ask_gpus
+
+    return list(ask_gpus("name"))

@@ -28,7 +28,7 @@ from gcore.launch.gpu_memory import memory_lines
 from gcore.launch.machines import see_cluster
 from gcore.launch.pins import pin
 from gcore.launch.plan import Plan
-from gcore.launch.preflight import Checked, DatasetCheck, make_ready
+from gcore.launch.preflight import DatasetCheck, make_ready
 from gcore.launch.user_code import load_on_step
 from gcore.modalities.table import kind_of
 from gcore.rewarding.judge import JudgeSource
@@ -57,28 +57,30 @@ class Score:
 def dry_run(config: Config) -> None:
     """Prints what a run would do. Raises UserError if a check fails; the results before it are already printed."""
     ready = make_ready(pin(config), see_cluster(config))
-    config, plan, checked = ready.config, ready.plan, ready.checked
+    config, plan = ready.config, ready.plan
     if config.run.on_step is not None:
         load_on_step(config.run.on_step)
     counted, about_steps = with_steps(config)
     config = config.model_copy(update={"run": counted})
     *lines, files = plan.lines(config)
-    _print([*lines, *_labelled("memory", _memory(config, plan)), files])
-    _print([line for text in about_steps for line in _labelled("epochs", text)])
-    _print([f"{'GPU memory' if i == 0 else '':{LABEL}}{line}" for i, line in enumerate(memory_lines(ready.memory))])
-    _print([f"{'':{LABEL}}{line}" for line in (ready.mode_note, _decoding(config, plan)) if line])
+    print(*lines, sep="\n")
+    _show("memory", _memory(config, plan))
+    print(files)
+    _show("epochs", *about_steps)
+    _show("GPU memory", *memory_lines(ready.memory))
+    _show("", *filter(None, (ready.mode_note, _decoding(config, plan))))
     print()
-    for data in checked.datasets:
-        _print(_labelled(data.key, _dataset(data, config.data.max_prompt_length)))
-    prompt = next((data.prompt for data in checked.datasets if data.prompt is not None), None)
+    for data in ready.datasets:
+        _show(data.key, _dataset(data, config.data.max_prompt_length))
+    prompt = next((data.prompt for data in ready.datasets if data.prompt is not None), None)
     failed: list[Score] = []
     if prompt is not None and (why := kind_of(config).unscored):
         print()
-        _print(_labelled("prompt", f"row {prompt.row}: {_one_line(prompt.text)}"))
-        _print(_labelled("rewards", why))
+        _show("prompt", f"row {prompt.row}: {_one_line(prompt.text)}")
+        _show("rewards", why)
     elif prompt is not None:
-        failed = _show_prompt(config, plan, checked, prompt)
-    for warning in checked.warnings:
+        failed = _show_prompt(config, plan, ready.tokenizer, prompt)
+    for warning in ready.warnings:
         print(f"\nwarning: {warning}")
     sys.stdout.flush()  # before the error, which goes to stderr
     if failed:
@@ -98,16 +100,15 @@ def _decoding(config: Config, plan: Plan) -> str:
     return f"{library} launches up to {generation.decode_steps} decoding steps at once (generation.decode_steps)"
 
 
-def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -> list[Score]:
+def _show_prompt(config: Config, plan: Plan, tokenizer: Any, prompt: Prompt) -> list[Score]:
     """Prints the prompt, the two answers and their rewards. Returns the rewards that failed."""
     print()
     where = f"row {prompt.row} as the model reads it, {prompt.content.size:,} tokens"
-    _print([*_labelled("prompt", where), *_quoted(prompt.text)])
-    group = answers(prompt, checked.tokenizer, config.generation.max_response_length)
+    _show("prompt", where, *_quoted(prompt.text))
+    group = answers(prompt, tokenizer, config.generation.max_response_length)
     titles = ["made-up", "reference"][: len(group)]
     print()
-    for label, title, rollout in zip(("answers", ""), titles, group, strict=False):
-        _print(_labelled(label, f"{title:<10} {_one_line(rollout.text)}"))
+    _show("answers", *(f"{title:<10} {_one_line(rollout.text)}" for title, rollout in zip(titles, group, strict=True)))
     # functions always run in a worker, which enforces the timeout; a local run would call them in threads
     workers = max(1, plan.reward_workers) if config.rewards.functions else 0
     unlogged = config.changed("observe", logs=False)  # do not create the run's folder
@@ -116,12 +117,12 @@ def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -
         called = [*(spec.name for spec in config.rewards.functions), *(spec.name for spec in config.rewards.http)]
         scores = asyncio.run(_score_all([rewarder.sources[name] for name in called], group))
         print()
-        _print(_table(config, scores, titles))
-        _print(_verdict(config, scores, len(group)))
+        _show("rewards", *_table(config, scores, titles))
+        _show("", *_verdict(config, scores, len(group)))
         for score in scores:
             if score.trace:
                 print()
-                _print([*_labelled(score.name, "the end of its traceback"), *_quoted(score.trace)])
+                _show(score.name, "the end of its traceback", *_quoted(score.trace))
         return [score for score in [*scores, *_show_judges(config, rewarder, group)] if score.failure]
     finally:
         rewarder.close()
@@ -150,7 +151,7 @@ def answers(prompt: Prompt, tokenizer: Any, max_length: int) -> list[Rollout]:
 
 async def _score_all(sources: Sequence[Source], group: Sequence[Rollout]) -> list[Score]:
     """Call all sources at the same time, once each, as a run does."""
-    return list(await asyncio.gather(*(_score(source, group) for source in sources)))
+    return await asyncio.gather(*(_score(source, group) for source in sources))
 
 
 async def _score(source: Source, group: Sequence[Rollout]) -> Score:
@@ -176,17 +177,17 @@ def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rol
         assert isinstance(source, JudgeSource)
         print()
         if spec.mode == "pairwise" and len(group) < 2:
-            _print(_labelled("judge", f"{spec.name}: compares two answers, and the row has no reference answer"))
+            _show("judge", f"{spec.name}: compares two answers, and the row has no reference answer")
             continue
         what = "the two answers" if spec.mode == "pairwise" else "the made-up answer"
         try:
             text = source.preview(group)
         except (RewardError, UserError) as error:
             reason = _reason(error, spec.name, group[0].prompt)
-            _print(_labelled("judge", f"{spec.name} FAILED: {reason}"))
+            _show("judge", f"{spec.name} FAILED: {reason}")
             yield Score(spec.name, spec.weight, [], reason)
         else:
-            _print([*_labelled("judge", f"prompt of {spec.name} for {what}"), *_quoted(text)])
+            _show("judge", f"prompt of {spec.name} for {what}", *_quoted(text))
 
 
 # ---- lines ----------------------------------------------------------------------------------------------------
@@ -217,51 +218,38 @@ def _table(config: Config, scores: Sequence[Score], titles: Sequence[str]) -> li
         for s in scores
     ]
     rows += [(m.name, f"{m.weight:g}", "not called: a model that the run serves") for m in rewards.models]
-    rows += [
-        (
-            j.name,
-            f"{j.weight:g}",
-            f"not called: a judge {'behind a URL' if isinstance(j, RemoteJudge) else 'that the run serves'}",
-        )
-        for j in rewards.judges
-    ]
+    for judge in rewards.judges:
+        where = "behind a URL" if isinstance(judge, RemoteJudge) else "that the run serves"
+        rows.append((judge.name, f"{judge.weight:g}", f"not called: a judge {where}"))
     wide, narrow = (max(len(row[i]) for row in rows) for i in range(2))
-    first, *others = (
+    return [
         f"{name:<{wide}}  {weight:>{narrow}}  {'  '.join(f'{cell:>10}' for cell in cells)}".rstrip()
         for name, weight, *cells in rows
-    )
-    return [*_labelled("rewards", first), *(" " * LABEL + line for line in others)]
+    ]
 
 
 def _verdict(config: Config, scores: Sequence[Score], num: int) -> list[str]:
     """Compares the two answers: a reference answer should score higher than a made-up one."""
     if any(score.failure for score in scores):
-        return [" " * LABEL + f"FAILED {score.name}: {score.failure}" for score in scores if score.failure]
+        return [f"FAILED {score.name}: {score.failure}" for score in scores if score.failure]
     if not scores or num < 2:
         return []
     made_up, reference = (sum(s.weight * (s.values[i] or 0.0) for s in scores) for i in range(2))
     called = "" if len(scores) == len(config.rewards.names) else "with the rewards that were called, "
     result = f"{called}the reference answer gets {_number(reference)} and the made-up one {_number(made_up)}"
     if reference > made_up:
-        return [f"{'':{LABEL}}{result}: as expected"]
-    return [
-        f"{'':{LABEL}}{result}: a reference answer usually gets more",
-        f"{'':{LABEL}}(is the answer column the right one, in the format that the rewards expect?)",
-    ]
+        return [f"{result}: as expected"]
+    advice = "(is the answer column the right one, in the format that the rewards expect?)"
+    return [f"{result}: a reference answer usually gets more", advice]
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _labelled(label: str, text: str) -> list[str]:
-    return [f"{label:<{LABEL}}{text}"]
-
-
 def _quoted(text: str) -> list[str]:
     """The text with a bar before each line, shortened."""
-    lines = shortened(text).split("\n")
-    return [f"{'':<{LABEL}}│ {line}".rstrip() for line in lines]
+    return [f"│ {line}".rstrip() for line in shortened(text).split("\n")]
 
 
 def shortened(text: str) -> str:
@@ -282,6 +270,8 @@ def _one_line(text: str) -> str:
     return line if len(line) <= 90 else f"{line[:60]} ... {line[-25:]}"
 
 
-def _print(lines: Sequence[str]) -> None:
+def _show(label: str, *lines: str) -> None:
+    """Prints the lines, with the label at the left of the first."""
     for line in lines:
-        print(line)
+        print(f"{label:<{LABEL}}{line}")
+        label = ""

@@ -20,6 +20,7 @@ from gcore.config.tree import Config
 from gcore.cost.shapes import model_shape
 from gcore.cost.training_memory import off_gpu, state_bytes
 from gcore.hub import model_folder
+from gcore.launch.gpu_assignment import CRITIC, TRAINER
 from gcore.launch.machines import Machine
 from gcore.launch.plan import Plan
 from gcore.types import UserError
@@ -46,86 +47,81 @@ class MemoryPart:
         return self.count * self.each_mb
 
 
-def parts(config: Config, plan: Plan, trains: bool = True) -> list[MemoryPart]:
-    """Every kind of process of the run. `trains`: with trainer ranks. With runtime=local only weights count."""
-    local = config.runtime == "local"
+def parts(config: Config, plan: Plan, trains: bool = True, node: int | None = None) -> list[MemoryPart]:
+    """Every kind of process of the run, or of one node. `trains`: with trainer ranks. With runtime=local only weights
+    count."""
+    local, counts = config.runtime == "local", plan.counts(node)
 
-    def part(what: str, count: int, key: str, base_mb: float, weights_mb: float, idle: bool = False) -> MemoryPart:
-        return MemoryPart(what, count, weights_mb + (0 if local else base_mb), key, idle or local)
+    def part(kind: str, key: str, base_mb: float, weights_mb: float, idle: bool = False) -> MemoryPart:
+        what = f"{kind} rank" if kind in (TRAINER, CRITIC) else kind.replace("-", " ", 1)  # judge-NAME
+        return MemoryPart(what, counts[kind], weights_mb + (0 if local else base_mb), key, idle or local)
 
-    def served(what: str, count: int, key: str, model: Model, by: Serving | ScalarReward) -> MemoryPart:
+    def served(kind: str, key: str, model: Model, by: Serving | ScalarReward) -> MemoryPart:
         if isinstance(by, Serving) and by.emulated is not None:
-            return part(what, count, key, EMULATED_MB, 0, idle=True)
+            return part(kind, key, EMULATED_MB, 0, idle=True)
         width = 0 if plan.gpus and config.training.device != "cpu" else 2 if by.dtype == "bfloat16" else 4
-        return part(what, count, key, ENGINE_MB, num_parameters(model) * width / 2**20)
+        return part(kind, key, ENGINE_MB, num_parameters(model) * width / 2**20)
 
-    def key(own: str) -> str:
-        return own if plan.grid is None else "placement.slots"
+    def key(replicas: str) -> str:
+        return replicas if plan.grid is None else "placement.slots"
 
-    every = [MemoryPart("driver", 1, DRIVER_MB, "runtime", idle=True)]
-    every.append(served("engine", plan.engines, key("placement.policy.replicas"), config.model, config.generation))
+    listed = [MemoryPart("driver", 1, DRIVER_MB, "runtime", idle=True)] if not node else []
+    listed.append(served("engine", key("placement.policy.replicas"), config.model, config.generation))
     for place, judge in config.rewards.engine_judges_by_key.items():
-        count = plan.judges[judge.name]
-        every.append(served(f"judge {judge.name}", count, key(f"{place}.replicas"), judge.model, judge))
+        listed.append(served(f"judge-{judge.name}", key(f"{place}.replicas"), judge.model, judge))
     for i, scorer in enumerate(config.rewards.models):
-        count = plan.scorers[scorer.name]
-        every.append(served(f"scorer {scorer.name}", count, f"rewards.models.{i}.replicas", scorer.model, scorer))
+        listed.append(served(f"scorer-{scorer.name}", f"rewards.models.{i}.replicas", scorer.model, scorer))
     if trains and config.training.emulated is not None:
-        every.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", EMULATED_MB, 0, idle=True))
+        listed.append(part(TRAINER, "placement.trainer.ranks", EMULATED_MB, 0, idle=True))
     elif trains:
-        held_mb, copied_mb = _trained_mb(config, plan)
-        every.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, held_mb))
-        if copied_mb >= 1:
-            every.append(MemoryPart("copy for checkpoints", plan.trainers, copied_mb, COPY_KEY, idle=True))
-        if plan.critics:
-            held_mb, copied_mb = _critic_mb(config, plan)
-            every.append(part("critic rank", plan.critics, "placement.critic.ranks", TRAINER_MB, held_mb))
-            every.append(MemoryPart("copy for checkpoints", plan.critics, copied_mb, COPY_KEY, idle=True))
-    every.append(part("controller", plan.controllers, "controllers", CONTROLLER_MB, 0))
-    workers = plan.controllers * plan.reward_workers
-    every.append(MemoryPart("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
-    return [each for each in every if each.count]
+        for kind, sizes in ((TRAINER, _trained_mb), (CRITIC, _critic_mb)):
+            if counts.get(kind):
+                held_mb, copied_mb = sizes(config, plan)
+                listed.append(part(kind, f"placement.{kind}.ranks", TRAINER_MB, held_mb))
+                if copied_mb >= 1:
+                    listed.append(MemoryPart("copy for checkpoints", counts[kind], copied_mb, COPY_KEY, idle=True))
+    listed.append(part("controller", "controllers", CONTROLLER_MB, 0))
+    workers = counts["controller"] * plan.reward_workers
+    listed.append(MemoryPart("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
+    return [each for each in listed if each.count]
 
 
 def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[MemoryPart]]]:
     """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
-    nodes = []
-    for i, node in enumerate(plan.nodes):
-        own = parts(config, plan.on_node(i), trains)
-        nodes.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
-    return [(node, own) for node, own in nodes if own]
+    nodes = [(node, parts(config, plan, trains, i)) for i, node in enumerate(plan.nodes)]
+    return [(node, listed) for node, listed in nodes if listed]
 
 
-def check_sizes(every: Sequence[MemoryPart], machine: Machine) -> list[str]:
+def check_sizes(listed: Sequence[MemoryPart], machine: Machine) -> list[str]:
     """UserError if the run needs more memory than the machine has. Returns warnings about free memory and cores."""
-    total = sum(part.total_mb for part in every)
-    largest = max(every, key=lambda part: part.total_mb)
+    total = sum(part.total_mb for part in listed)
+    largest = max(listed, key=lambda part: part.total_mb)
     if machine.memory_mb and total > machine.memory_mb:
         fewer = f"lower {largest.key}={largest.count}" if largest.count > 1 else "use a smaller model or more memory"
-        if total - sum(part.total_mb for part in every if part.key == COPY_KEY) <= machine.memory_mb:
+        if total - sum(part.total_mb for part in listed if part.key == COPY_KEY) <= machine.memory_mb:
             fewer = f"set {COPY_KEY}=false, which needs no copy"
         raise UserError(
             f"this run needs at least {size(total)} of memory, and this machine has {size(machine.memory_mb)}: "
-            f"{_listed(every)}; {fewer}"
+            f"{_listing(listed)}; {fewer}"
         )
     warnings = []
     if machine.free_mb and total > machine.free_mb:
         warnings.append(f"this run needs at least {size(total)} of memory, and {size(machine.free_mb)} are free now")
-    busy = [part for part in every if not part.idle]
+    busy = [part for part in listed if not part.idle]
     count = sum(part.count for part in busy)
     if count > MAX_PER_CORE * machine.cores:
         most = max(busy, key=lambda part: part.count)
         warnings.append(
-            f"{count} processes share {machine.cores} core(s) ({_listed(busy)}): they take minutes to start, and more "
+            f"{count} processes share {machine.cores} core(s) ({_listing(busy)}): they take minutes to start, and more "
             f"processes than cores do not make a run faster; lower {most.key}={most.count}"
         )
     return warnings
 
 
-def memory_line(every: Sequence[MemoryPart], machine: Machine) -> str:
+def memory_line(listed: Sequence[MemoryPart], machine: Machine) -> str:
     """For --dry-run: at least 2.2 GB of 24 GB"""
     of = f" of {size(machine.memory_mb)}" if machine.memory_mb else ""
-    return f"at least {size(sum(part.total_mb for part in every))}{of}"
+    return f"at least {size(sum(part.total_mb for part in listed))}{of}"
 
 
 def num_parameters(model: Model) -> int:
@@ -182,9 +178,9 @@ def _held_and_copied(
     return sum(state.get(name, 0.0) for name in held) / 2**20, copied / 2**20
 
 
-def _listed(every: Sequence[MemoryPart]) -> str:
+def _listing(listed: Sequence[MemoryPart]) -> str:
     """Largest first: 64 x engine of 290 MB, 1 x driver of 450 MB"""
-    ordered = sorted(every, key=lambda part: -part.total_mb)
+    ordered = sorted(listed, key=lambda part: -part.total_mb)
     return ", ".join(f"{part.count} x {part.what} of {size(part.each_mb)}" for part in ordered)
 
 

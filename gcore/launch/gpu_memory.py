@@ -11,7 +11,6 @@ no nvidia-smi), `auto` stays in the configuration, and every trainer rank decide
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,15 +80,10 @@ def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> M
         return _plan_megatron(config, plan, shape, gpu_bytes)
     rank, beside = rank_of(config, plan, shape), engines_beside(config, plan, shape, gpu_bytes)
     choice = choose(rank, beside, gpu_bytes, training.activation_checkpointing, training.offload)
-    free = choose(rank, beside, gpu_bytes)
+    needed, advice = _needed(choice), _advice(config, choice, choose(rank, beside, gpu_bytes))
     if not choice.fits:
-        raise UserError(f"this run does not fit on its GPUs: {_needed(choice)}; {_advice(config, choice, free)}")
-    note = ""
-    if choice.is_tight:
-        note = (
-            f"GPU memory is close to its limit: {_needed(choice)}; if it runs out of memory, "
-            f"{_advice(config, choice, free)}"
-        )
+        raise UserError(f"this run does not fit on its GPUs: {needed}; {advice}")
+    note = f"GPU memory is close to its limit: {needed}; if it runs out of memory, {advice}" if choice.is_tight else ""
     return MemoryPlan(_chosen(config, choice), choice, note)
 
 
@@ -229,13 +223,13 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
 
 def detect_gpu_bytes() -> float | None:
     """Memory of this machine's smallest GPU; None if it is unknown, or if the GPUs are those of a joined cluster."""
+    from gcore.runtime.nodes import ask_gpus
+
     if os.environ.get("RAY_ADDRESS"):
         return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        query = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        return min(float(line) for line in query.stdout.split()) * 2**20
-    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return min(float(megabytes) for megabytes in ask_gpus("memory.total")) * 2**20
+    except ValueError:  # no GPU, or one that does not tell
         return None
 
 

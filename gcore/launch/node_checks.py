@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from gcore.launch.pins import models_of
 from gcore.launch.plan import Plan
 from gcore.rewarding.judge import FUNCTION
 from gcore.runtime.protocol import NodeFacts
-from gcore.types import UserError
+from gcore.types import UserError, writing
 
 SAME = ("torch", "transformers", "tokenizers", "numpy", "ray")  # a run with several versions of these would break
 CLOCK_S = 1.0  # a larger difference is reported
@@ -54,18 +54,8 @@ def differences(
         if node.failure:
             differing.append(Difference(f"{name}: cannot be used: {node.failure}; is G-Core installed there?"))
             continue
-        own = [*_versions(driver, node, engines), *_files(driver, node, files or {}), *_network(node)]
-        if node.folder:
-            own.append(
-                Difference(
-                    f"{folder}: {node.folder}; trainer ranks and controllers on all nodes write to it, so it must be "
-                    "on storage that the nodes share, at the same path"
-                )
-            )
-        if abs(node.clock_s) - node.clock_error_s > CLOCK_S:
-            text = f"its clock is {abs(node.clock_s):.1f} s {'ahead of' if node.clock_s > 0 else 'behind'} the driver's"
-            own.append(Difference(f"{text}; timelines of the run mix up (use NTP)", breaks=False))
-        differing += [replace(difference, text=f"{name}: {difference.text}") for difference in own]
+        of_node = (*_versions(driver, node, engines), *_files(driver, node, files or {}), *_surroundings(node, folder))
+        differing += [replace(difference, text=f"{name}: {difference.text}") for difference in of_node]
     kinds = {gpu for node in nodes for gpu in node.gpus}
     if len(kinds) > 1:
         text = f"GPUs of {len(kinds)} kinds: {', '.join(sorted(kinds))}; a step is as slow as the slowest of them"
@@ -73,55 +63,50 @@ def differences(
     return differing
 
 
-def _versions(driver: NodeFacts, node: NodeFacts, engines: Collection[str] | None) -> list[Difference]:
-    differing = []
-
-    def compare(name: str, breaks: bool) -> None:
-        theirs, ours = node.versions.get(name), driver.versions.get(name)
-        if theirs == ours:
-            return
-        same_release = theirs is not None and ours is not None and theirs.partition("+")[0] == ours.partition("+")[0]
-        text = f"{name} {theirs or 'is not installed'}, expected {ours or 'none'} as on the driver's machine"
-        differing.append(Difference(text, breaks and not same_release))  # builds of a release: +cpu, +cu130
-
-    ours, theirs = driver.versions.get("python", ""), node.versions.get("python", "")
-    compare("python", ours.split(".")[:2] != theirs.split(".")[:2])
+def _versions(driver: NodeFacts, node: NodeFacts, engines: Collection[str] | None) -> Iterator[Difference]:
     if node.code != driver.code:
-        text = f"other code of G-Core ({node.versions.get('gcore')}, digest {node.code})"
-        differing.append(Difference(f"{text}, expected {driver.versions.get('gcore')}, digest {driver.code}"))
-    for package in SAME:
-        compare(package, breaks=True)
-    compare("safetensors", breaks=False)
+        there, here = (f"{facts.versions.get('gcore')}, digest {facts.code}" for facts in (node, driver))
+        yield Difference(f"other code of G-Core ({there}), expected {here}")
+    minors = [facts.versions.get("python", "").split(".")[:2] for facts in (driver, node)]
+    breaking = {"python": minors[0] != minors[1], **dict.fromkeys(SAME, True), "safetensors": False}
     for engine, traits in ENGINES.items():  # of those that it uses
         for package in traits.packages:
             both = package in driver.versions and package in node.versions
-            compare(package, breaks=both if engines is None else engine in engines)
-    return differing
+            breaking[package] = both if engines is None else engine in engines
+    for package, breaks in breaking.items():
+        theirs, ours = node.versions.get(package), driver.versions.get(package)
+        if theirs != ours:
+            is_other_build = theirs and ours and theirs.partition("+")[0] == ours.partition("+")[0]  # +cpu, +cu130
+            text = f"{package} {theirs or 'is not installed'}, expected {ours or 'none'} as on the driver's machine"
+            yield Difference(text, breaks and not is_other_build)
 
 
-def _files(driver: NodeFacts, node: NodeFacts, files: Mapping[str, str]) -> list[Difference]:
-    differing = []
+def _files(driver: NodeFacts, node: NodeFacts, files: Mapping[str, str]) -> Iterator[Difference]:
     for key, path in files.items():
         theirs, ours = node.sizes.get(path, -1), driver.sizes.get(path, -1)
         if theirs < 0:
-            differing.append(Difference(f"{key}={path}: no such file or folder there; share it, at the same path"))
+            yield Difference(f"{key}={path}: no such file or folder there; share it, at the same path")
         elif theirs != ours:
-            differing.append(Difference(f"{key}={path}: another file there, {theirs:,} bytes instead of {ours:,}"))
-    return differing
+            yield Difference(f"{key}={path}: another file there, {theirs:,} bytes instead of {ours:,}")
 
 
-def _network(node: NodeFacts) -> list[Difference]:
-    differing = []
+def _surroundings(node: NodeFacts, folder: str) -> Iterator[Difference]:
+    """Its network, its clock, and the folder of the run."""
     if not node.interface:
         text = f"no interface of the machine has the address {node.address}, so other nodes cannot connect"
-        differing.append(Difference(f"{text} (ray start --node-ip-address)"))
+        yield Difference(f"{text} (ray start --node-ip-address)")
     if node.link:
         text = f"cannot connect to the next node at a free port ({node.link})"
-        differing.append(Difference(f"{text}; collectives need all ports between the nodes"))
+        yield Difference(f"{text}; collectives need all ports between the nodes")
     elif 0 < node.link_mb_s < SLOW_LINK_MB_S:
         text = f"only {node.link_mb_s:.0f} MB/s to the next node; weights and samples cross it in every step"
-        differing.append(Difference(text, breaks=False))
-    return differing
+        yield Difference(text, breaks=False)
+    if node.folder:
+        text = f"{folder}: {node.folder}; trainer ranks and controllers on all nodes write to it, so it must be on"
+        yield Difference(f"{text} storage that the nodes share, at the same path")
+    if abs(node.clock_s) - node.clock_error_s > CLOCK_S:
+        text = f"its clock is {abs(node.clock_s):.1f} s {'ahead of' if node.clock_s > 0 else 'behind'} the driver's"
+        yield Difference(f"{text}; timelines of the run mix up (use NTP)", breaks=False)
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -222,10 +207,8 @@ def cluster_doctor(folder: str) -> int:
         raise UserError("RAY_ADDRESS is not set; expected the address of a Ray cluster, HOST:PORT or auto")
     cluster = cluster_of(*list_nodes())
     directory = Path(folder)
-    try:
+    with writing(f"--run-dir {folder}"):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--run-dir {folder}: cannot be made: {error.strerror or error}") from None
     driver, facts = look_at_nodes(cluster.nodes, (), directory, LINK_MB)
     print(f"cluster     {len(facts)} node(s) that run roles, at {os.environ.get('RAY_ADDRESS', 'the joined cluster')}")
     print(f"driver      {driver.host}: {_shown(driver)}")

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gcore.config.base import Model, Section
 from gcore.config.data import Dataset
@@ -25,35 +25,53 @@ from gcore.types import UserError
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 PINNED = (("path", "revision"), ("tokenizer", "tokenizer_revision"))
+Pinned = TypeVar("Pinned", Model, Dataset)
 
 
 def pin(config: Config) -> Config:
-    """The recipe with a commit for every hub id. A resumed run keeps its commits."""
-    pinned: Config = _pinned(_with_commits_of_resumed_run(config), "")
+    """The recipe with a commit for every hub id. A resumed run keeps its commits, for ids without a revision in the
+    recipe."""
+    resume = config.run.resume
+    file = (config.run.folder if resume == "auto" else Path(resume).parent) / "config.yaml"
+    saved = read_tree(file) if resume != "never" and os.access(file, os.R_OK) else {}
+    pinned: Config = _pinned(config, "", saved)
     return pinned
 
 
-def _pinned(part: Any, key: str) -> Any:
-    """A part of the configuration, with commits for the models and datasets in it."""
+def _pinned(part: Any, key: str, saved: Any) -> Any:
+    """A part of the configuration, with commits for the models and datasets in it. `saved`: this part of the resumed
+    run."""
     match part:
         case Model():
-            return pin_model(part, key)
+            return pin_model(_with_commits(part, saved), key)
         case Dataset():
-            return pin_rows(part, key)
+            return pin_rows(_with_commits(part, saved), key)
         case Section():
-            changes = _changed(dict(part), key)
+            changes = _changed(dict(part), key, saved)
             return part.model_copy(update=changes) if changes else part  # the other fields stay unset
         case dict():
-            return {**part, **changes} if (changes := _changed(part, key)) else part
+            return {**part, **changes} if (changes := _changed(part, key, saved)) else part
         case [Section(), *_]:
-            return [_pinned(each, f"{key}.{i}") for i, each in enumerate(part)]
+            of_parts = [*saved, *[None] * len(part)] if isinstance(saved, list) else [None] * len(part)
+            return [_pinned(item, f"{key}.{i}", of_parts[i]) for i, item in enumerate(part)]
         case _:
             return part
 
 
-def _changed(parts: Mapping[str, Any], key: str) -> dict[str, Any]:
-    pinned = {name: _pinned(part, f"{key}.{name}".lstrip(".")) for name, part in parts.items()}
+def _changed(parts: Mapping[str, Any], key: str, saved: Any) -> dict[str, Any]:
+    of_parts = saved if isinstance(saved, dict) else {}
+    pinned = {name: _pinned(part, f"{key}.{name}".lstrip("."), of_parts.get(name)) for name, part in parts.items()}
     return {name: part for name, part in pinned.items() if part is not parts[name]}
+
+
+def _with_commits(part: Pinned, saved: Any) -> Pinned:
+    """With the commits of the same ids."""
+    commits = {}
+    for path, revision in PINNED if isinstance(saved, dict) else ():
+        name = getattr(part, path, None)
+        if name is not None and name == saved.get(path) and getattr(part, revision) is None:
+            commits[revision] = saved.get(revision)
+    return part.model_copy(update=commits) if any(commits.values()) else part
 
 
 def models_of(config: Config) -> dict[str, Model]:
@@ -137,27 +155,3 @@ def _check(model: Model, key: str, length_keys: str, longest: int) -> None:
         raise UserError(
             f"{length_keys} = {longest} exceeds the context window of {key}.path={model.path}: {window} tokens"
         )
-
-
-def _with_commits_of_resumed_run(config: Config) -> Config:
-    """The recipe with the commits of the resumed run, for ids without a revision in the recipe."""
-    resume = config.run.resume
-    file = (config.run.folder if resume == "auto" else Path(resume).parent) / "config.yaml"
-    if resume == "never" or not os.access(file, os.R_OK):
-        return config
-    tree = config.model_dump(exclude_unset=True)
-    _copy_revisions(read_tree(file), tree)
-    return Config.model_validate(tree)
-
-
-def _copy_revisions(old: Any, new: Any) -> None:
-    if isinstance(old, list) and isinstance(new, list):
-        for old_item, new_item in zip(old, new, strict=False):
-            _copy_revisions(old_item, new_item)
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return
-    for path, revision in PINNED:
-        if new.get(path) is not None and new[path] == old.get(path) and new.get(revision) is None and old.get(revision):
-            new[revision] = old[revision]
-    for name in new:
-        _copy_revisions(old.get(name), new[name])

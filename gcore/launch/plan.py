@@ -10,6 +10,7 @@ controllers are spread over their nodes.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -55,26 +56,13 @@ class Plan:
         taken = Counter(gpu for gpus in self.gpu_assignment.replicas.get("engine", ()) for gpu in gpus)
         return max(taken.values(), default=1)
 
-    @property
-    def num_processes(self) -> int:
-        return sum(len(nodes) for nodes in self.role_nodes.values())
+    def counts(self, node: int | None = None) -> dict[str, int]:
+        """Processes by kind, of the run or of one node."""
+        return {kind: len(on) if node is None else on.count(node) for kind, on in self.role_nodes.items()}
 
     def nodes_of_pool(self, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The nodes of the controllers, and those of the replicas that they call."""
         return self.role_nodes.get("controller", ()), self.role_nodes.get(kind, ())
-
-    def on_node(self, node: int) -> Plan:
-        """The plan with the processes of one node only."""
-        counts = {kind: nodes.count(node) for kind, nodes in self.role_nodes.items()}
-        return replace(
-            self,
-            controllers=counts["controller"],
-            engines=counts["engine"],
-            trainers=counts[TRAINER],
-            critics=counts.get(CRITIC, 0),
-            judges={name: counts[f"judge-{name}"] for name in self.judges},
-            scorers={name: counts[f"scorer-{name}"] for name in self.scorers},
-        )
 
     def lines(self, config: Config) -> list[str]:
         """The derived sizes and the processes, as `--dry-run` prints them."""
@@ -248,17 +236,10 @@ def _shares_of_gpus(config: Config, cluster: Cluster) -> tuple[int, int]:
     least = most if given.trainer.ranks != "auto" else group
     for ranks in range(most, least - 1, -group):
         for engines in range((left - ranks) // widths["engine"], 0, -1):
-            if fits(node_gpus, {"engine": engines, **others, TRAINER: ranks}, widths, group):
+            with contextlib.suppress(UserError):  # it does not fit
+                separate_gpus(node_gpus, {"engine": engines, **others, TRAINER: ranks}, widths, group)
                 return ranks, engines
     return most, max(1, (left - most) // widths["engine"])  # too many: separate_gpus says what does not fit
-
-
-def fits(node_gpus: list[int], counts: Mapping[str, int], widths: Mapping[str, int], group: int) -> bool:
-    try:
-        separate_gpus(node_gpus, counts, widths, group)
-    except UserError:
-        return False
-    return True
 
 
 def _reward_workers(config: Config, cluster: Cluster, controller_nodes: tuple[int, ...]) -> int:
@@ -364,8 +345,10 @@ def _spans(numbers: list[int]) -> str:
 # ---- slots ----------------------------------------------------------------------------------------------------------
 
 
-def auto_slots(config: Config, cluster: Cluster) -> int:
-    """Devices that placement.slots=auto divides: the GPUs that whole blocks of a node can use, or the cores."""
+def num_slots(config: Config, cluster: Cluster) -> int:
+    """Devices to divide. `auto`: the GPUs that whole blocks of a node can use, or the cores."""
+    if config.placement.slots != "auto":
+        return config.placement.slots
     widest = max(_widths(config).values())
     return widest * len(within_nodes(_node_gpus(cluster), widest)) or cluster.cores
 
@@ -376,7 +359,7 @@ def _grid(config: Config, cluster: Cluster) -> DeviceGrid | None:
         return None
     widths = {POLICY: config.generation.tensor_parallel}
     widths |= {judge.name: judge.tensor_parallel for judge in config.rewards.engine_judges}
-    grid = DeviceGrid(auto_slots(config, cluster) if placement.slots == "auto" else placement.slots, widths)
+    grid = DeviceGrid(num_slots(config, cluster), widths)
     first_split(config, grid)
     return grid
 

@@ -52,7 +52,7 @@ from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import RemoteBackend
-from gcore.types import Prompt, UserError
+from gcore.types import Prompt, UserError, writing
 
 ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
 DatasetSplit = Literal["train", "eval"]
@@ -84,15 +84,6 @@ class DatasetCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """Result of all checks, if none failed."""
-
-    warnings: list[str]
-    datasets: list[DatasetCheck]
-    tokenizer: Any
-
-
-@dataclass(frozen=True, slots=True)
 class ReadyRun:
     """A run that passed all checks. `config`: without `auto` in placement and memory."""
 
@@ -100,12 +91,14 @@ class ReadyRun:
     plan: Plan
     mode_note: str  # why this placement mode
     memory: MemoryPlan
-    checked: Checked
+    warnings: list[str]
+    datasets: list[DatasetCheck]
+    tokenizer: Any  # of the policy
 
     @property
     def notes(self) -> list[str]:
         """For the user."""
-        return [*filter(None, [self.mode_note]), *self.memory.notes, *self.checked.warnings]
+        return [*filter(None, [self.mode_note]), *self.memory.notes, *self.warnings]
 
 
 def make_ready(config: Config, cluster: Cluster, trains: bool = True) -> ReadyRun:
@@ -115,22 +108,19 @@ def make_ready(config: Config, cluster: Cluster, trains: bool = True) -> ReadyRu
     config, mode_note = choose_mode(config, cluster)
     plan = make_plan(config, cluster)
     memory = plan_memory(config, plan) if trains else MemoryPlan(config)
-    checked = preflight(memory.config, plan, trains)
-    checked.warnings.extend(check_nodes(memory.config, plan, trains))
-    return ReadyRun(memory.config, plan, mode_note, memory, checked)
+    warnings, datasets, tokenizer = preflight(memory.config, plan, trains)
+    warnings += check_nodes(memory.config, plan, trains)
+    return ReadyRun(memory.config, plan, mode_note, memory, warnings, datasets, tokenizer)
 
 
-def preflight(config: Config, plan: Plan, trains: bool = True) -> Checked:
-    """Raises UserError for the first check that fails. `trains`: the run has trainer ranks."""
+def preflight(config: Config, plan: Plan, trains: bool = True) -> tuple[list[str], list[DatasetCheck], Any]:
+    """Warnings, the datasets, the tokenizer. Raises UserError for the first check that fails. `trains`: the run has
+    trainer ranks."""
     warnings, datasets = light_checks(config, plan, trains)
     tokenizer, checked = heavy_checks(config, plan, datasets)
-    for data in checked:
-        if data.prompt is None:
-            warnings.append(
-                f"{data.key}: all {data.num_checked} checked prompts are longer than "
-                f"data.max_prompt_length={config.data.max_prompt_length}"
-            )
-    return Checked(warnings, checked, tokenizer)
+    over = f"checked prompts are longer than data.max_prompt_length={config.data.max_prompt_length}"
+    warnings += [f"{data.key}: all {data.num_checked} {over}" for data in checked if data.prompt is None]
+    return warnings, checked, tokenizer
 
 
 # ---- light: without torch, transformers and ray ---------------------------------------------------------------------
@@ -166,13 +156,11 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
 
 def _disk(config: Config) -> None:
     folder = Path(config.run.dir)
-    try:
+    with writing(f"run.dir={folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.write_bytes(b"x")
         probe.unlink()
-    except OSError as error:
-        raise UserError(f"run.dir={folder}: cannot write to it: {error.strerror or error}") from None
     free = shutil.disk_usage(folder).free / 2**20
     if free < config.observe.min_free_disk_mb:
         raise UserError(

@@ -63,26 +63,20 @@ def load_policy_loss(path: str) -> Callable[..., Any] | None:
 
 
 def load_on_step(path: str) -> OnStep:
-    function = load_function(path, "run.on_step")
-    try:
-        inspect.signature(function).bind({})
-        fits = not inspect.iscoroutinefunction(function)
-    except TypeError:
-        fits = False
-    except ValueError:  # a built-in function, whose arguments are not known
-        fits = True
-    if not fits:
-        raise UserError(f"run.on_step={path}: expected `def {_name(path)}(metrics)`, a function of one argument")
-    return function
+    return _load(path, "run.on_step", "metrics")
 
 
 def _load(path: str, key: str, *arguments: str, is_async: bool = False) -> Callable[..., Any]:
-    function = load_function(path, key=key)
-    fits = len(inspect.signature(function).parameters) == len(arguments)
-    if not fits or (is_async and not inspect.iscoroutinefunction(function)):
-        raise UserError(f"{key}={path}: expected `{'async ' * is_async}def {_name(path)}({', '.join(arguments)})`")
+    """UserError if the function cannot be called with these arguments."""
+    function = load_function(path, key)
+    fits = inspect.iscoroutinefunction(function) == is_async
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        fits = False
+    except ValueError:  # a built-in function, whose arguments are not known
+        pass
+    if not fits:
+        name = path.rpartition(":")[2]
+        raise UserError(f"{key}={path}: expected `{'async ' * is_async}def {name}({', '.join(arguments)})`")
     return function
-
-
-def _name(path: str) -> str:
-    return path.rpartition(":")[2]

@@ -21,6 +21,8 @@ from gcore.types import UserError
 Passed = tuple[int, int, float | None]
 Floats64 = npt.NDArray[np.float64]
 NEWEST = 0.5  # weight of the newest group in the pass rate of its prompt
+START = 0.5  # pass rate of a prompt that was never drawn: the largest weight
+LEAST_WEIGHT = 0.1  # of a prompt of pass rate 0 or 1
 
 
 class CurriculumOrder:
@@ -28,7 +30,7 @@ class CurriculumOrder:
 
     def __init__(self, spec: Curriculum, kept: npt.NDArray[np.int64], seed: int, start: Floats64 | None = None) -> None:
         self._spec, self._kept, self._seed = spec, kept, seed
-        self._rates: Floats64 = np.full(len(kept), spec.start) if start is None else start.copy()
+        self._rates: Floats64 = np.full(len(kept), START) if start is None else start.copy()
         self._drawn = np.zeros(len(kept), np.int64)  # groups of each row
         self._failed = np.zeros(len(kept), np.int64)  # draws of each row without a group
 
@@ -42,7 +44,7 @@ class CurriculumOrder:
         return self._kept[np.argsort(np.log(-np.log(noise)) - np.log(self.weights()), kind="stable")]
 
     def weights(self) -> Floats64:
-        return np.maximum(self._spec.min_weight, 4 * self._rates * (1 - self._rates))
+        return np.maximum(LEAST_WEIGHT, 4 * self._rates * (1 - self._rates))
 
     def passed(self, rewards: Sequence[float]) -> float:
         return sum(reward >= self._spec.pass_reward for reward in rewards) / len(rewards)
@@ -87,7 +89,7 @@ def make_curriculum(
 
 
 def _start(spec: Curriculum, column: str, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64]) -> Floats64:
-    rates = np.full(len(kept), spec.start)
+    rates = np.full(len(kept), START)
     for at, row in enumerate(kept.tolist()):
         value = rows[row].get(column)
         if value is None:

@@ -46,7 +46,14 @@ def look_here(paths: Sequence[str] = ()) -> NodeFacts:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     sizes = {path: _size(Path(path).expanduser()) for path in paths}
-    return NodeFacts("", socket.gethostname(), versions=versions, code=_digest_of_code(), gpus=_gpus(), sizes=sizes)
+    return NodeFacts(
+        "",
+        socket.gethostname(),
+        versions=versions,
+        code=_digest_of_code(),
+        gpus=ask_gpus("name,driver_version"),
+        sizes=sizes,
+    )
 
 
 def _size(path: Path) -> int:
@@ -62,8 +69,9 @@ def _digest_of_code() -> str:
     return digest.hexdigest()[:12]
 
 
-def _gpus() -> tuple[str, ...]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+def ask_gpus(fields: str) -> tuple[str, ...]:
+    """What nvidia-smi says of each GPU of this machine. Empty: there is none, or no nvidia-smi. ask_gpus("name")"""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
         if done.returncode == 0:

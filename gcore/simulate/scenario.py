@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from gcore.config.base import Auto, Fraction, NonNegative, PositiveInt, Section, Seed
-from gcore.config.load import load_config
+from gcore.config.load import load_tree
 from gcore.config.sampling import MAX_OVERSAMPLING
 from gcore.cost import denoisers
 from gcore.cost.costs import Gpu, gpu_of, logprob_s, serving, shape_of, training_s
@@ -272,8 +272,8 @@ class Scenario(Section):
         return speed.with_swap(self.swap_s)
 
 
-def load_scenario(path: str | Path, overrides: list[str] | None = None) -> Scenario:
-    return load_config(path, overrides or [], into=Scenario, what="scenario")
+def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
+    return load_tree(path, overrides, Scenario, "scenario")
 
 
 @dataclass(slots=True)

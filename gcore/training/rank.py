@@ -69,7 +69,7 @@ def in_compute_thread(
 
 class TrainerRank:
     """Implements protocols.Trainer. `make_backend` is called in the compute thread. The caller has set up the process
-    group (build_ranks.py). `own_loss`: algorithm.policy_loss, if it is a function of the user."""
+    group (launch/build.py). `own_loss`: algorithm.policy_loss, if it is a function of the user."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ pytestmark = [
 def test_policy_and_judge_on_vllm(tmp_path):
     done = gcore_process("train", str(RECIPE), f"run.dir={tmp_path}", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 controller(s), 1 engine(s), 1 trainer rank(s), judge grader ready" in done.stdout
+    assert "1 x engine, 1 x judge-grader, 1 x trainer, 2 x controller ready" in done.stdout
     found = steps(rows(tmp_path / "vllm-judge"))
     assert [row["step"] for row in found] == [1, 2, 3]
     for row in found:

@@ -220,8 +220,8 @@ def test_the_size_of_a_step_depends_on_the_objective(config, overrides, lines):
 
 
 def test_trainer_groups_that_do_not_divide_the_ranks(config):
-    with pytest.raises(UserError, match=r"placement\.trainer: .*tensor_parallel=2 must divide ranks=3"):
-        config("placement.trainer.ranks=3", "placement.trainer.tensor_parallel=2")
+    with pytest.raises(UserError, match=r"placement\.trainer: tensor_parallel=2 .* must divide the number of ranks, 3"):
+        make_plan(config("placement.trainer={ranks: 3, tensor_parallel: 2}"), gpu_nodes(8))
     with pytest.raises(UserError, match=r"runtime=local has one process .*tensor_parallel=2 \(use runtime=ray\)"):
         config("runtime=local", "placement.trainer.tensor_parallel=2")
     shards = config("placement.trainer={ranks: 8, tensor_parallel: 2, shard: 8}")

@@ -58,9 +58,9 @@ def test_easy_first_draws_a_prompt_that_fails_once_per_pass():
 
 def test_near_half_draws_by_weight_without_replacement():
     """The first prompt of a step has each row with a probability proportional to its weight."""
-    found = curriculum(min_weight=0.2)
+    found = curriculum()
     found.update([(0, 2, 0.5), (1, 3, 0.9), (2, 5, 0.0), (3, 7, 1.0), (4, 11, 0.25)])
-    weights = np.array([1.0, 0.36, 0.2, 0.2, 0.75])
+    weights = np.array([1.0, 0.36, 0.1, 0.1, 0.75])
     assert found.weights() == pytest.approx(weights)
     orders = np.array([found.order(first) for first in range(4000)])
     assert all(sorted(order) == KEPT.tolist() for order in orders)
@@ -88,9 +88,9 @@ def test_the_order_depends_on_seed_number_and_rates_only():
 
 
 def test_a_column_of_the_dataset():
-    rows = [{"prompt": "?", "rate": rate} for rate in (0.25, None, 1.0)] + [{"prompt": "?"}]
+    rows = [{"prompt": "?", "rate": rate} for rate in (0.75, None, 1.0)] + [{"prompt": "?"}]
     kept = np.array([0, 1, 3])
-    spec = config.Curriculum(order="easy_first", column="rate", start=0.1)
+    spec = config.Curriculum(order="easy_first", column="rate")
     found = make_curriculum(spec, rows, kept, seed=0)
     assert found is not None and found.order(0)[0] == 0
     assert make_curriculum(None, rows, kept, seed=0) is None

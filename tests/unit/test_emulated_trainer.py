@@ -176,8 +176,7 @@ def test_emulated_roles_are_built_without_torch():
     code = f"""
 import sys
 from gcore.config.tree import Config
-from gcore.launch.build import build_engine, build_judge
-from gcore.launch.build_ranks import build_trainer
+from gcore.launch.build import build_engine, build_judge, build_trainer
 from gcore.launch.machines import detect_machine
 from gcore.launch.plan import make_plan
 from gcore.protocols import Rendezvous

@@ -16,6 +16,7 @@ from gcore.launch.footprint import parts
 from gcore.launch.gpu_memory import engines_beside, memory_lines, plan_critic_memory, plan_memory, rank_of
 from gcore.launch.machines import Machine
 from gcore.launch.plan import make_plan
+from gcore.runtime import nodes
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE, gcore, write_recipe
 
@@ -141,10 +142,10 @@ def test_a_denoiser_recomputes_if_a_sample_needs_much(tmp_path, denoising, kept,
 
 def test_the_memory_of_this_machine(monkeypatch):
     class Query:
-        stdout = "143771\n81559\n"
+        returncode, stdout = 0, "143771\n81559\n"
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(gpu_memory.subprocess, "run", lambda *args, **keys: Query)
+    monkeypatch.setattr(nodes.subprocess, "run", lambda *args, **keys: Query)
     assert gpu_memory.detect_gpu_bytes() == 81559 * 2**20  # the smallest
     monkeypatch.setattr(Query, "stdout", "")
     assert gpu_memory.detect_gpu_bytes() is None

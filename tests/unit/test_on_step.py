@@ -12,7 +12,7 @@ import pytest
 from gcore.api import make_config
 from gcore.controller.status import StepGate
 from gcore.driver.on_step import call, call_after_steps, open_on_step
-from gcore.launch.user_code import load_on_step
+from gcore.launch.user_code import load_on_step, load_policy_loss
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -65,8 +65,21 @@ def test_an_error_names_the_line_of_the_user(mine: str) -> None:
 
 @pytest.mark.parametrize("name", ["later", "none"])
 def test_a_function_has_one_argument_and_is_not_async(mine: str, name: str) -> None:
-    with pytest.raises(UserError, match=rf"expected `def {name}\(metrics\)`, a function of one argument"):
+    with pytest.raises(UserError, match=rf"expected `def {name}\(metrics\)`"):
         load_on_step(f"{mine}:{name}")
+
+
+def test_a_loss_has_two_arguments_and_is_not_async(tmp_path: Path) -> None:
+    """Further ones need a default. A coroutine would only fail in the first update."""
+    file = tmp_path / "losses.py"
+    file.write_text(
+        "def fits(steps, algorithm, scale=1.0): ...\nasync def later(steps, algorithm): ...\ndef one(steps): ...\n"
+    )
+    loss = load_policy_loss(f"{file}:fits")
+    assert loss is not None and loss.__name__ == "fits"
+    for name in ("later", "one"):
+        with pytest.raises(UserError, match=rf"algorithm\.policy_loss=.*expected `def {name}\(steps, algorithm\)`"):
+            load_policy_loss(f"{file}:{name}")
 
 
 def test_the_function_stays_in_the_process_of_the_driver() -> None:

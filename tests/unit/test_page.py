@@ -18,7 +18,7 @@ import pytest
 from gcore import cli
 from gcore.driver import supervise
 from gcore.launch.gpu_memory import MemoryPlan
-from gcore.launch.preflight import Checked, DatasetCheck, ReadyRun
+from gcore.launch.preflight import DatasetCheck, ReadyRun
 from gcore.observe import page, page_samples
 from gcore.observe.page import page_model, page_path, totals, write_pages, write_report
 from gcore.observe.page_data import Segment, covered, read_recording
@@ -516,7 +516,7 @@ def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("see_cluster", "find_weights"):
         monkeypatch.setattr(supervise, name, lambda *args, **keys: None)
     train = DatasetCheck("data.train", 1, 1, (), 1, None)
-    ready = ReadyRun(config, None, "", MemoryPlan(config), Checked([], [train], None))  # type: ignore[arg-type]
+    ready = ReadyRun(config, None, "", MemoryPlan(config), [], [train], None)  # type: ignore[arg-type]
     monkeypatch.setattr(supervise, "make_ready", lambda *args: ready)
     monkeypatch.setattr(supervise, "check_resume", lambda *args: None)
     monkeypatch.setattr(supervise, "NodeGate", lambda *args: None)

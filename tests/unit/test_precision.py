@@ -16,8 +16,7 @@ from gcore.config.base import Lora
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.generation.noise import noise_key
-from gcore.launch.build import build_engine, build_judge, build_scorer
-from gcore.launch.build_ranks import build_trainer
+from gcore.launch.build import build_engine, build_judge, build_scorer, build_trainer
 from gcore.launch.machines import Machine
 from gcore.launch.plan import make_plan
 from gcore.models.networks import score_texts

@@ -90,8 +90,8 @@ def test_unknown_estimators_and_losses_are_refused_with_the_nearest():
 
 
 def test_the_table_names_every_estimator_and_loss():
-    assert {entry.keys["adv_estimator"] for entry in ALGORITHMS.values()} == ESTIMATORS.keys()
-    assert {entry.keys["policy_loss"] for entry in ALGORITHMS.values()} == set(LOSSES) == POLICY_LOSSES.keys()
+    assert {keys["adv_estimator"] for keys in ALGORITHMS.values()} == ESTIMATORS.keys()
+    assert {keys["policy_loss"] for keys in ALGORITHMS.values()} == set(LOSSES) == POLICY_LOSSES.keys()
 
 
 DENOISER = {"model": {"path": None, "build": None, "denoiser": {}}, "generation": {"denoising": {"steps": 8}}}

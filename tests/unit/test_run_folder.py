@@ -161,7 +161,7 @@ def test_a_full_disk_at_the_start_is_named(tmp_path, monkeypatch):
     assert not list(config.run.folder.iterdir())
     monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path / "shm")
     config = load_config(write_recipe(tmp_path), ["run.name=other", "checkpoint.memory_every=1"])
-    with pytest.raises(UserError, match=r"checkpoint\.memory_every: cannot write to .*shm: No such file"):
+    with pytest.raises(UserError, match=r"checkpoint\.memory_every: .*shm: cannot write to it: No such file"):
         open_folder(config)
 
 

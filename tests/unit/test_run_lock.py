@@ -155,7 +155,7 @@ def test_a_child_that_is_forked_does_not_keep_it(folder):
 
 def leave(folder: Path, **changes: object) -> Owner:
     """What a driver on another machine has written."""
-    last = Owner("node7", 4711, since=1.79e9, boot="of node7", started=1.0, token="abcd")
+    last = Owner("node7", 4711, since=1.79e9, boot="of node7", started=1.0)
     last = replace(last, **changes)
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock_file(folder).write_text(json.dumps(asdict(last)))

@@ -20,7 +20,6 @@ from gcore.config.data import Data, Dataset
 from gcore.config.load import load_config
 from gcore.config.preference import OBJECTIVES
 from gcore.config.rewards import ScalarReward
-from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.models.networks import load_model, load_scorer, score_texts
 from gcore.observe.trace import Tracer
@@ -606,12 +605,12 @@ def test_files_without_pairs(tmp_path, content, words):
         ("rewards.functions=[{name: x, path: 'a:b'}]", "got rewards; expected none: nothing is generated"),
         ("model.lora={}", "got model.lora; expected none: all weights are trained"),
         ("training.warm_start={steps: 1}", "got training.warm_start; expected none"),
-        ("placement.trainer={ranks: 2, tensor_parallel: 2}", "got placement.trainer.tensor_parallel; expected 1"),
-        ("training.context_parallel=2", "got training.context_parallel; expected 1"),
+        ("placement.trainer={ranks: 2, tensor_parallel: 2}", "got placement.trainer.tensor_parallel=2; expected 1"),
+        ("training.context_parallel=2", "got training.context_parallel=2; expected 1"),
     ],
 )
 def test_what_a_reward_model_has_no_part_in(override, words):
     recipe = ROOT / "recipes" / "reward_model.yaml"
     with pytest.raises(UserError) as error:
-        load_config(recipe, [override, "runtime=ray"], into=Config)
+        load_config(recipe, [override, "runtime=ray"])
     assert f"objective=reward_model: {words}" in str(error.value)

@@ -621,7 +621,7 @@ def test_command_with_named_rules(tiny, capsys):
         (["slots=9"], "placement.slots=9 is not a multiple of 2"),
         (["slot=8"], "slots"),
         (["judges.0.model=999T", "judges.0.speed=null"], "999T"),
-        (["--json", "/nowhere/at/all.json", "steps=1"], "cannot be written"),
+        (["--json", "/nowhere/at/all.json", "steps=1"], "json: cannot write to it: No such file"),
     ],
 )
 def test_command_reports_errors_in_one_line(tiny, capsys, arguments, words):
