@@ -477,11 +477,11 @@ def a_run(folder: Path) -> Path:
 
 def test_summary_numbers(tmp_path: Path) -> None:
     facts = summarize(a_run(tmp_path / "sums"))
-    assert (facts.name, facts.steps, facts.samples) == ("sums", 3, 1536)
+    assert (facts.steps, facts.samples) == (3, 1536)
     assert facts.accuracy == (0.125, 0.875) and facts.reward == (0.25, 0.75)
     assert facts.total_s == 58.0
     assert facts.stages == {"warm start": 4.0, "eval": 4.0, "generation": 36.0, "training": 13.0, "other": 1.0}
-    assert facts.tokens_per_s == (1000 * 10 + 2000 * 30) / 40 and facts.peak_memory_gb == 1.5 and facts.files == {}
+    assert facts.tokens_per_s == (1000 * 10 + 2000 * 30) / 40 and facts.peak_memory_gb == 1.5
 
 
 def test_a_mean_reward_is_no_accuracy(tmp_path: Path) -> None:
@@ -493,8 +493,8 @@ def test_a_mean_reward_is_no_accuracy(tmp_path: Path) -> None:
 
 
 def test_summary_text_and_panel(tmp_path: Path) -> None:
-
     folder = a_run(tmp_path / "sums")
+    assert summary_text(folder).splitlines()[-1] == f"  run                {folder}"  # it has no other file
     plot_reward(folder)
     assert summary_text(folder).splitlines() == [
         "G-Core: sums",
