@@ -26,8 +26,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import markdown, merged, write_between  # noqa: E402
 from gcore import cli  # noqa: E402
 from gcore.config.presets import ALGORITHMS  # noqa: E402
+from gcore.observe.metrics import read_rows  # noqa: E402
 
 GOAL = 0.9
 START, END = "<!-- bench/algorithms.py --docs -->", "<!-- end -->"  # of the table in docs/benchmarks.md
@@ -49,14 +51,6 @@ OWN: dict[str, dict[str, Any]] = {
     "ppo": {"critic": {"lr": 1e-3}},
     **{name: {"algorithm": {"mini_batches": 1}} for name in ("opo", "gpg", "remax")},  # REINFORCE: one update per step
 }
-
-
-def merged(*trees: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for tree in trees:
-        for key, value in tree.items():
-            found[key] = merged(found.get(key, {}), value) if isinstance(value, dict) else value
-    return found
 
 
 def gcore(*args: str) -> str:
@@ -103,7 +97,7 @@ def run(folder: Path, name: str, seed: int, start: Path, rehearses: bool) -> dic
     tree = merged(tree, REHEARSAL) if rehearses else tree
     path, began = write(folder, f"{name}-{seed}", tree), time.process_time()
     gcore("train", path)
-    rows = [json.loads(line) for line in (folder / f"{name}-{seed}" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / f"{name}-{seed}")
     curve = [[row["step"], row["eval/accuracy"]] for row in rows if "eval/accuracy" in row]
     reached = next((step for step, accuracy in curve if accuracy >= GOAL), None)
     found = {"curve": curve, "reached": reached, "cpu_s": time.process_time() - began}
@@ -114,9 +108,9 @@ def run(folder: Path, name: str, seed: int, start: Path, rehearses: bool) -> dic
 # ---- docs ---------------------------------------------------------------------------------------------------------
 
 
-def table(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
-    """Markdown: one row per algorithm, over its seeds."""
-    rows = ["| algorithm | before | after 150 steps | steps to 0.9 | of GRPO's |", "|---|---|---|---|---|"]
+def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
+    """One row per algorithm, over its seeds."""
+    rows = []
     for name, by_seed in found.items():
         first, last = ([each["curve"][at][1] for each in by_seed.values()] for at in (0, -1))
         before, after = (", ".join(f"{value:.3f}" for value in values) for values in (first, last))
@@ -125,8 +119,8 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
         both = [(steps, budgets.get(seed)) for seed, steps in reached.items()]
         shares = [f"{steps / budget:.1f}" if steps and budget else "-" for steps, budget in both]
         steps = ", ".join(str(each) if each else "not reached" for each in reached.values())
-        rows.append(f"| `{name}` | {before} | {after} | {steps} | {', '.join(shares)} |")
-    return rows
+        rows.append([f"`{name}`", before, after, steps, ", ".join(shares)])
+    return markdown(["algorithm", "before", "after 150 steps", "steps to 0.9", "of GRPO's"], rows)
 
 
 def draw(found: dict[str, dict[int, dict[str, Any]]], target: Path) -> None:
@@ -152,15 +146,6 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], target: Path) -> None:
     figure.savefig(target, dpi=110)
 
 
-def write_docs(found: dict[str, dict[int, dict[str, Any]]]) -> None:
-    page = ROOT / "docs" / "benchmarks.md"
-    text = page.read_text()
-    before, _, rest = text.partition(START)
-    after = rest.partition(END)[2]
-    page.write_text("\n".join([before + START, *table(found), END + after]))
-    draw(found, ROOT / "docs" / "algorithms.png")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -180,9 +165,10 @@ def main() -> None:
             each = found[name][seed] = run(folder, name, seed, start, args.rehearse)
             first, last = each["curve"][0][1], each["curve"][-1][1]
             print(f"{name} seed {seed}: {first:.3f} -> {last:.3f}, 0.9 at {each['reached']}", flush=True)
-    print("\n".join(table(found)))
+    print(table(found))
     if args.docs:
-        write_docs(found)
+        write_between(ROOT / "docs" / "benchmarks.md", START, END, table(found))
+        draw(found, ROOT / "docs" / "algorithms.png")
 
 
 if __name__ == "__main__":

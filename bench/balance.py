@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
-import socket
 import statistics
 import sys
 import tempfile
@@ -35,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import layouts  # noqa: E402
+from bench.common import markdown, run_members, write_between, write_json  # noqa: E402
 from gcore.cost.shapes import SHAPES, model_shape  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.preparation.balance import idle_share, make_layout  # noqa: E402
@@ -146,8 +145,8 @@ def layout_for(name: str, samples: Sequence[Any], ranks: int, cost: CostModel) -
     return make_layout(metas, sharded=True, method=METHODS[name], **given)
 
 
-def member(rank: int, ranks: int, address: str, folder: str, rounds: int) -> None:
-    """One rank. It writes CPU seconds, method -> round -> position."""
+def member(rank: int, ranks: int, address: str, rounds: int) -> dict[str, list[list[float]]]:
+    """One rank. Returns CPU seconds, method -> round -> position."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
@@ -183,23 +182,11 @@ def member(rank: int, ranks: int, address: str, folder: str, rounds: int) -> Non
             backend.step(0.0)
             if turn:  # the first round warms up
                 found[name].append(seconds)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 def measured(ranks: int, rounds: int) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        members = [context.Process(target=member, args=(r, ranks, address, folder, rounds)) for r in range(ranks)]
-        for each in members:
-            each.start()
-        for each in members:
-            each.join(1800)
-        assert [each.exitcode for each in members] == [0] * ranks
-        times = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-    rows = []
+    times, rows = run_members(member, ranks, rounds), []
     for name in METHODS:
         busy = np.array([t[name] for t in times])  # rank x round x position
         total, busiest = busy.sum((0, 2)), busy.sum(2).max(0)
@@ -227,11 +214,6 @@ def mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:
     return statistics.mean(row[key] for row in rows)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def simulated_table(rows: Sequence[dict[str, Any]], ranks: Sequence[int], per_rank: int, sync: str) -> str:
     head = ["lengths", "ranks", "budget", "largest", *TITLES.values(), "worst of ours", "micro-batches"]
     lines = []
@@ -243,7 +225,7 @@ def simulated_table(rows: Sequence[dict[str, Any]], ranks: Sequence[int], per_ra
         worst = percent(max(r[f"ours_{sync}"] for r in same))
         counts = " / ".join(f"{mean(same, f'{m}_micro_batches'):.0f}" for m in ("sort", "kk", "ours"))
         lines.append([name, number, budget, f"{mean(same, 'largest'):.2f}", *idle, worst, counts])
-    return table(head, lines)
+    return markdown(head, lines)
 
 
 def measured_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -252,7 +234,7 @@ def measured_table(rows: Sequence[dict[str, Any]]) -> str:
         [r["ranks"], TITLES[r["method"]], *(percent(r[name]) for name in ("micro", "mini")), f"{r['cpu_s']:.2f}"]
         for r in rows
     ]
-    return table(head, [[*line, row["micro_batches"]] for line, row in zip(lines, rows, strict=True)])
+    return markdown(head, [[*line, row["micro_batches"]] for line, row in zip(lines, rows, strict=True)])
 
 
 def report(rows: Sequence[dict[str, Any]], cpu: Sequence[dict[str, Any]], seeds: int) -> str:
@@ -277,12 +259,6 @@ def report(rows: Sequence[dict[str, Any]], cpu: Sequence[dict[str, Any]], seeds:
     return "\n\n".join(parts)
 
 
-def write(path: Path, text: str) -> None:
-    page = path.read_text()
-    before, rest = page.split(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
@@ -299,9 +275,8 @@ def main() -> None:
     text = report(rows, cpu, args.seeds)
     print(text)
     if args.write:
-        write(args.write, text)
-    if args.json:
-        args.json.write_text(json.dumps({"simulated": rows, "measured": cpu, "run": run}))
+        write_between(args.write, BEGIN, END, f"\n{text}\n")
+    write_json(args.json, {"simulated": rows, "measured": cpu, "run": run})
 
 
 if __name__ == "__main__":

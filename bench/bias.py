@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import statistics
 import sys
@@ -36,11 +35,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import write_json  # noqa: E402
 from bench.virtual_loop import VirtualLoop  # noqa: E402
-from bench.workflow import HERE, make_config, make_source  # noqa: E402
+from bench.workflow import HERE, cut_mean, emulated_engines, make_config, make_source, median_of  # noqa: E402
 from gcore.controller import collect  # noqa: E402
-from gcore.cost.replica_speed import ReplicaSpeed  # noqa: E402
-from gcore.emulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
+from gcore.emulate.engine import log_normal, unseeded  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 
@@ -53,7 +52,6 @@ MODES: dict[str, dict[str, Any]] = {
     "staleness 2": {"max_staleness": 2},
 }
 BIASED = ("first come, abort",)
-NORMAL = statistics.NormalDist()
 EXCHANGE_INTERVAL_S = (0.1, 0.5)  # ten times that of a run: exchanges are most of the bench's CPU time
 
 
@@ -88,10 +86,8 @@ class Team:
         sampling = {"prompts_per_step": args.groups, "filter": keep, "oversampling": args.oversampling, **MODES[mode]}
         config = make_config(seed, args.siblings, args.most_tokens, sampling=sampling)
         self.sampling = config.sampling
-        lengths = log_normal(median(args), args.sigma)
-        speed = ReplicaSpeed(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
-        lengths = lengths if seeded else unseeded(lengths)
-        self.engines = [EmulatedEngine(speed, lengths=lengths, tokens=range(4, 14)) for _ in range(args.engines)]
+        lengths = log_normal(median_of(args.tokens, args.sigma), args.sigma)
+        self.engines = emulated_engines(args.engines, lengths if seeded else unseeded(lengths), args)
         clients = [EngineClient(LocalHandle(f"engine-{i}", engine)) for i, engine in enumerate(self.engines)]
         hub, tokenizer = Hub(controllers), load_tokenizer(config.model)
         source, self.started, self.collectors, self.pools = make_source(config, tokenizer), 0, [], []
@@ -164,16 +160,6 @@ async def run(combination: tuple[str, str, int, bool], seed: int, args: argparse
     }
 
 
-def median(args: argparse.Namespace) -> float:
-    return float(args.tokens / math.exp(args.sigma**2 / 2))
-
-
-def population_mean(args: argparse.Namespace) -> float:
-    """Mean length of the distribution, cut at --most-tokens."""
-    cut = math.log(args.most_tokens / median(args)) / args.sigma
-    return float(args.tokens * NORMAL.cdf(cut - args.sigma) + args.most_tokens * (1 - NORMAL.cdf(cut)))
-
-
 def summary(combination: tuple[str, str, int, bool], args: argparse.Namespace) -> dict[str, Any]:
     mode, keep, controllers, seeded = combination
     runs = []
@@ -181,13 +167,13 @@ def summary(combination: tuple[str, str, int, bool], args: argparse.Namespace) -
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             runs.append(runner.run(run(combination, seed, args)))
     lengths = [length for one in runs for length in one["lengths"]]
-    longest = median(args) * math.exp(args.sigma * NORMAL.inv_cdf(0.95))
+    longest = median_of(args.tokens, args.sigma) * math.exp(args.sigma * statistics.NormalDist().inv_cdf(0.95))
     return {
         "mode": mode,
         "filter": keep,
         "controllers": controllers,
         "seeds": seeded,
-        "length": statistics.mean(lengths) / population_mean(args),
+        "length": statistics.mean(lengths) / cut_mean(args.tokens, args.sigma, args.most_tokens),
         "longest": sum(length > longest for length in lengths) / len(lengths) / 0.05,
         "step_s": statistics.mean(one["step_s"] for one in runs),
         "redone": statistics.mean(one["redone"] for one in runs),
@@ -220,8 +206,7 @@ def main() -> None:
             f"{row['longest']:13.2f}{row['step_s']:8.1f}{row['redone']:8.2f}{'  biased' if row['biased'] else ''}",
             flush=True,
         )
-    if args.json:
-        Path(args.json).write_text(json.dumps({"settings": vars(args), "rows": rows}, indent=1) + "\n")
+    write_json(args.json, {"settings": vars(args), "rows": rows})
     if off := [row for row in rows if not row["biased"] and not 0.95 <= row["length"] <= 1.05]:
         sys.exit(f"{len(off)} unbiased modes outside 0.95-1.05: {[(r['mode'], r['controllers']) for r in off]}")
 

@@ -27,7 +27,6 @@ import argparse
 import asyncio
 import dataclasses
 import gc
-import json
 import math
 import os
 import random
@@ -45,6 +44,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from bench.common import write_json  # noqa: E402
 from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
@@ -287,8 +287,7 @@ def main() -> None:
         found = asyncio.run(measure(args, device))
     finally:
         shutil.rmtree(args.folder, ignore_errors=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1))
+    write_json(args.json, found)
 
 
 if __name__ == "__main__":

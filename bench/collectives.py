@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import pickle
 import resource
-import socket
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import free_address, markdown, write_between, write_json  # noqa: E402
 from gcore.controller.prompt_ledger import ProgressReport  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.tree import FAN_OUT, TreeGroup, children_of  # noqa: E402
@@ -112,10 +112,7 @@ def process(kind: str, ranks: list[int], size: int, address: str, rounds: int, a
 
 
 def measure(kind: str, size: int, processes: int, rounds: int, limit_s: float) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    context = multiprocessing.get_context("spawn")
+    context, address = multiprocessing.get_context("spawn"), free_address()
     count = min(processes, size)
     shares = [list(range(i, size, count)) for i in range(count)]
     pipes = [context.Pipe(duplex=False) for _ in shares]
@@ -161,27 +158,22 @@ def traffic(kind: str, size: int, one: int) -> dict[str, int]:
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    lines = [
-        f"`bench/collectives.py --sizes {','.join(map(str, args.sizes))} --rounds {args.rounds}`, small / large:",
-        "",
-        "| members | | met after, s | CPU ms per exchange | per member | wall ms | messages of busiest | its bytes |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["members", "", "met after, s", "CPU ms per exchange", "per member", "wall ms", "messages of busiest"]
+    lines = []
     for row in rows:
         if "failed" in row:
-            lines.append(f"| {row['size']:,} | {row['kind']} | {row['failed']} | | | | | |")
+            lines.append([f"{row['size']:,}", row["kind"], row["failed"], "", "", "", "", ""])
             continue
         sizes = [row[name] for name in ("small", "large") if name in row]
 
         def both(key: str, form: str, divisor: float = 1.0, sizes: list[dict[str, Any]] = sizes) -> str:
             return " / ".join(format(each[key] / divisor, form) for each in sizes)
 
-        lines.append(
-            f"| {row['size']:,} | {NAMES[row['kind']]} | {row['met_s']:.1f} | {both('cpu_ms', ',.0f')} "
-            f"| {both('cpu_ms', '.2f', row['size'])} | {both('wall_ms', ',.0f')} | {sizes[0]['messages']:,} "
-            f"| {both('bytes', ',.0f')} |"
-        )
-    return "\n".join(lines)
+        times = [both("cpu_ms", ",.0f"), both("cpu_ms", ".2f", row["size"]), both("wall_ms", ",.0f")]
+        of_busiest = [f"{sizes[0]['messages']:,}", both("bytes", ",.0f")]
+        lines.append([f"{row['size']:,}", NAMES[row["kind"]], f"{row['met_s']:.1f}", *times, *of_busiest])
+    title = f"`bench/collectives.py --sizes {','.join(map(str, args.sizes))} --rounds {args.rounds}`, small / large:"
+    return f"{title}\n\n{markdown([*head, 'its bytes'], lines)}"
 
 
 def main() -> None:
@@ -205,12 +197,9 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     text = table(rows, args)
     print(text)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(args.json, rows)
     if args.write:
-        page = args.write.read_text()
-        before, after = page.split(MARK)[0], page.split(END)[1]
-        args.write.write_text(f"{before}{MARK}\n{text}\n{END}{after}")
+        write_between(args.write, MARK, END, text)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,8 @@ cores: it compares nothing but the cost of running the code.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import multiprocessing
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -36,7 +33,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gcore.config.tree import Config  # noqa: E402
+from bench.common import markdown, run_members, trainer_config, write_json  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.gloo import join  # noqa: E402
@@ -110,20 +107,6 @@ def network_of(heads: int, key_heads: int, tokens: int) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
-def config_of(method: str, checkpointing: bool) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "context", "steps": 1},
-            "model": {"build": {"alphabet": "0123456789"}},
-            "data": {"train": {"task": "arithmetic"}, "max_prompt_length": 4},
-            "generation": {"max_response_length": 8},
-            "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
-            "sampling": {"prompts_per_step": 4, "samples_per_prompt": 8},
-            "training": {"context_attention": method, "activation_checkpointing": checkpointing},
-        }
-    )
-
-
 def samples_of(tokens: int) -> list[Sample]:
     """Three quarters, a fifth, and the rest of the tokens; the second half of each is the response."""
     lengths = [tokens * 3 // 4, tokens // 5]
@@ -137,7 +120,8 @@ def samples_of(tokens: int) -> list[Sample]:
 
 def run_case(case: tuple[int, str, int, int, bool], tokens: int) -> dict[str, Any]:
     k, method, heads, key_heads, checkpointing = case
-    config, samples = config_of(method, checkpointing), samples_of(tokens)
+    samples = samples_of(tokens)
+    config = trainer_config(context_attention=method, activation_checkpointing=checkpointing)
     policy = NewNetwork(lambda: network_of(heads, key_heads, tokens))
     backend = FsdpBackend(config, {"policy": policy}, torch.device("cpu"), torch.float32)
     micro = MicroBatch((tuple(s.key for s in samples),), tokens, k)
@@ -158,35 +142,24 @@ def run_case(case: tuple[int, str, int, int, bool], tokens: int) -> dict[str, An
         "checkpointing": checkpointing,
         "sent": sent.total,
         "formula": formula(*case, padded),
-        "loss": round(metrics["warm_start/loss"].total * k, 6),
+        "loss": round(metrics["sft/loss"].total * k, 6),
         "seconds": round(seconds, 2),
     }
 
 
-def member(rank: int, size: int, address: str, args: argparse.Namespace, queue: Any) -> None:
+def member(rank: int, size: int, address: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     join(Rendezvous(rank, size, address), "gloo", timeout_s=600)
-    rows = [run_case(case, args.tokens) for case in CASES if case[0] == size]
-    queue.put((rank, rows))
+    return [run_case(case, args.tokens) for case in CASES if case[0] == size]
 
 
 def run_world(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    queue = context.Queue()
-    members = [context.Process(target=member, args=(r, size, address, args, queue), daemon=True) for r in range(size)]
-    for process in members:
-        process.start()
-    found = dict(queue.get(timeout=600) for _ in members)
-    for process in members:
-        process.join()
-    for rows in found.values():
-        for row, first in zip(rows, found[0], strict=True):
-            assert row["sent"] == row["formula"] == first["sent"], f"sent {row['sent']}, formula {row['formula']}"
-    return found[0]
+    first, *others = run_members(member, size, args)
+    for rows in (first, *others):
+        for row, own in zip(rows, first, strict=True):
+            assert row["sent"] == row["formula"] == own["sent"], f"sent {row['sent']}, formula {row['formula']}"
+    return list(first)
 
 
 def main() -> None:
@@ -201,12 +174,8 @@ def main() -> None:
     for row in rows:
         same = (row["query heads"], row["key heads"]) == (rows[0]["query heads"], rows[0]["key heads"])
         assert not same or abs(row["loss"] - alone) < 1e-5, f"loss {row['loss']}, of one process {alone}"
-    names = list(rows[0])
-    print("| " + " | ".join(names) + " |\n|" + " --- |" * len(names))
-    for row in rows:
-        print("| " + " | ".join(map(str, row.values())) + " |")
-    if args.json:
-        args.json.write_text(json.dumps({"tokens": args.tokens, "rows": rows}, indent=1) + "\n")
+    print(markdown(list(rows[0]), [list(row.values()) for row in rows]))
+    write_json(args.json, {"tokens": args.tokens, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import markdown, write_between  # noqa: E402
 from bench.control_costs import ControlCosts, Observation, Step, fit, fit_layout, predict  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.preparation.balance import make_layout, num_parts  # noqa: E402
@@ -59,25 +60,22 @@ def layout_seconds(ranks: int) -> tuple[int, int, float]:
 
 
 def table(costs: ControlCosts, error: float, count: int) -> str:
-    lines = [
+    text = (
         f"Fitted to {count} rows, median error {error:.0%}: {1e3 * costs.call_s:.2f} ms per call, "
         f"{1e3 * costs.own_s:.2f} ms per own sample, {1e6 * costs.known_s:.0f} us per sample of others, "
         f"{1e3 * costs.step_s:.0f} ms per step. Layout: {1e6 * costs.layout_s:.0f} us per sample of a part, and "
-        f"{1e6 * costs.deal_s:.0f} us per sample of the step if there are several parts.",
-        "",
-        "| devices | samples | workload | controllers | CPU s of each, per step | with the layout | most of it |",
-        "|---:|---:|---|---:|---:|---:|---|",
-    ]
+        f"{1e6 * costs.deal_s:.0f} us per sample of the step if there are several parts."
+    )
+    head = ["devices", "samples", "workload", "controllers", "CPU s of each, per step", "with the layout", "most of it"]
+    lines = []
     for devices in DEVICES:
         for name, calls in WORKLOADS.items():
             for size in (n for n in SIZES if n <= devices):
                 step = Step(PER_DEVICE * devices, devices, size, SIBLINGS, calls, num_parts(devices))
                 found = predict(step, costs)
-                lines.append(
-                    f"| {devices:,} | {step.samples:,} | {name} | {size} | {found.each_s:.2f} | {found.busiest_s:.2f} "
-                    f"| {found.largest} |"
-                )
-    return "\n".join(lines)
+                seconds = [f"{found.each_s:.2f}", f"{found.busiest_s:.2f}"]
+                lines.append([f"{devices:,}", f"{step.samples:,}", name, size, *seconds, found.largest])
+    return f"{text}\n\n{markdown(head, lines, ['---:', '---:', '---', '---:', '---:', '---:', '---'])}"
 
 
 def main() -> None:
@@ -90,9 +88,7 @@ def main() -> None:
     text = table(fit_layout(costs, [layout_seconds(ranks) for ranks in LAYOUTS]), error, len(seen))
     print(text)
     if args.write:
-        page = args.write.read_text()
-        before, after = page.split(MARK)[0], page.split(END)[1]
-        args.write.write_text(f"{before}{MARK}\n{text}\n{END}{after}")
+        write_between(args.write, MARK, END, text)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+from bench.common import markdown, write_between, write_json  # noqa: E402
 from bench.control_planes import Plane, Program, Report, Seat  # noqa: E402
 from bench.control_roles import HEAVY, Host, Workload  # noqa: E402
 
@@ -227,8 +228,7 @@ def run_all(jobs: Sequence[Job], rounds: int, save: Path | None) -> list[dict[st
                 if own[-1]["digest"] != own[0]["digest"]:
                     sys.exit(f"{workload.name}: {plane.name} delivered other samples than {own[0]['plane']}")
                 rows.append(summary(own[-1], own[0]["steps"][0]["reports"][0]["payload_bytes"]))
-                if save is not None:
-                    save.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+                write_json(save, {"rows": rows})
             await runtime.stop_group("host")
 
     try:
@@ -314,10 +314,8 @@ SKEWED = {
 
 
 def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """In Markdown."""
-    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    lines += ["| " + " | ".join(form.format(**row) for form in columns.values()) + " |" for row in rows]
-    return "\n".join(lines)
+    lines = [[form.format(**row) for form in columns.values()] for row in rows]
+    return markdown(list(columns), lines, ["---", *["---:"] * (len(columns) - 1)])
 
 
 def goals(rows: Sequence[Mapping[str, Any]], skew: Sequence[Mapping[str, Any]]) -> str:
@@ -349,13 +347,13 @@ def goals(rows: Sequence[Mapping[str, Any]], skew: Sequence[Mapping[str, Any]]) 
             found.append(("reward-heavy: N x functions of the busiest / metadata-only <= 1.3", where, ratio, 1.3))
             found.append(("reward-heavy: step / metadata-only <= 1", where, row["wall_s"] / meta["wall_s"], 1.0))
     found += [("10x skew: step / balanced <= 1.15", f"N={r['controllers']}", r["spill_x"], 1.15) for r in skew]
-    lines = ["| goal | met | best | worst |", "|---|---|---|---|"]
+    lines = []
     for goal in dict.fromkeys(entry[0] for entry in found):
         own = sorted((value, where, limit) for name, where, value, limit in found if name == goal)
         met = sum(value <= limit for value, _, limit in own)
         (low, best, _), (high, worst, _) = own[0], own[-1]
-        lines.append(f"| {goal} | {met} of {len(own)} | {low:.2f} ({best}) | {high:.2f} ({worst}) |")
-    return "\n".join(lines)
+        lines.append([goal, f"{met} of {len(own)}", f"{low:.2f} ({best})", f"{high:.2f} ({worst})"])
+    return markdown(["goal", "met", "best", "worst"], lines)
 
 
 def write_page(
@@ -370,9 +368,7 @@ def write_page(
     parts += ["![bytes and CPU seconds of the busiest controller](controllers.png)"]
     parts += [f"### A limit of {KILL_MB:.0f} MB on the memory of each controller", table(KILLS, kills)]
     parts += [f"### Skew: one share {HEAVY} x heavier", table(SKEWED, skew)]
-    text = PAGE.read_text()
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    PAGE.write_text("\n\n".join([before, *parts, after]))
+    write_between(PAGE, BEGIN, END, "\n" + "\n\n".join(parts) + "\n")
     plot(rows)
 
 
@@ -503,9 +499,7 @@ def main() -> None:
     if args.kill:
         kills = kill_rows()
         print(table(KILLS, kills))
-        if args.json:
-            args.json.write_text(json.dumps({"kills": kills}, indent=1) + "\n")
-        return
+        return write_json(args.json, {"kills": kills})
     sizes = [2] if args.quick else [int(size) for size in args.sizes.split(",")]
     workloads = QUICK if args.quick else WORKLOADS
     jobs: list[Job] = [(w, args.engines, planes_of(w, sizes)) for w in workloads.values() if args.only in w.name]
@@ -521,8 +515,7 @@ def main() -> None:
         return
     skew = saved.get("skew") or skew_rows(SKEW_SIZES)
     kills = saved.get("kills") or kill_rows()
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "skew": skew, "kills": kills}, indent=1) + "\n")
+    write_json(args.json, {"rows": rows, "skew": skew, "kills": kills})
     write_page(rows, skew, kills)
 
 

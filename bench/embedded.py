@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
-import json
 import multiprocessing
 import os
 import statistics
@@ -32,6 +31,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from bench.common import write_json  # noqa: E402
+from gcore.launch.machines import detect_machine  # noqa: E402
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "layers": 4, "heads": 4, "kv_heads": 4}
 ALPHABET = "0123456789+="
@@ -304,7 +306,7 @@ def main() -> None:
     longest = args.prompt_length + max(args.tokens, args.longest)
     setting = Setting(args.device, {**build, "max_length": longest}, args.prompts * args.siblings, longest)
     workloads = make_workloads(args, vocabulary)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = detect_machine().cores
     teams, results = [], []
     try:
         for contender in make_contenders(args.device, min(cores, args.cores or cores), args.only):
@@ -317,9 +319,7 @@ def main() -> None:
             team.close()
     parameters = teams[0].parameters
     show(results, parameters, args)
-    if args.json:
-        record = {"parameters": parameters, "cores": cores, "settings": vars(args), "results": results}
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    write_json(args.json, {"parameters": parameters, "cores": cores, "settings": vars(args), "results": results})
 
 
 def measure(name: str, groups: list[list[Job]], teams: list[Team], rounds: int) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import step_rows, write_json  # noqa: E402
 from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.emulate.engine import Lengths, log_normal  # noqa: E402
@@ -246,7 +247,6 @@ async def emulate(config: Config) -> dict[str, Any]:
     from gcore.launch.build import build_runtime
     from gcore.launch.machines import detect_machine
     from gcore.launch.plan import make_plan
-    from gcore.observe.metrics import read_rows
 
     plan = make_plan(config, detect_machine())
     open_folder(config)
@@ -265,8 +265,7 @@ async def emulate(config: Config) -> dict[str, Any]:
         }
     finally:
         runtime.stop()
-    rows = [row for row in read_rows(config.run.folder) if "samples_digest" in row]
-    return {"rows": rows, "busy_s": busy, "ready_s": ready_s, "memory_mb": memory}
+    return {"rows": step_rows(config.run.folder), "busy_s": busy, "ready_s": ready_s, "memory_mb": memory}
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
@@ -373,8 +372,7 @@ def main() -> None:
         results.append(compare(scenario, args.mode, args.policy_slots, args.steps, args.speed))
         show(results[-1:], args)
     show(results, args)
-    if args.json:
-        Path(args.json).write_text(json.dumps({"settings": vars(args), "results": results}, indent=1) + "\n")
+    write_json(args.json, {"settings": vars(args), "results": results})
 
 
 def parse() -> argparse.Namespace:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import glob
-import json
 import os
 import sys
 import sysconfig
@@ -31,6 +30,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.common import write_json
+
 PROMPT, VOCABULARY = 16, 512
 PARTS = ("schedule", "update", "model", "vllm", "ours")
 
@@ -223,8 +225,7 @@ def main() -> None:
         rows: list[Any] = steps(given.sequences, given.tokens or 128)
     else:
         rows = texts(given.responses, given.tokens or 4096)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
+    write_json(given.json, rows)
 
 
 if __name__ == "__main__":

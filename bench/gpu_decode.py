@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -35,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,44 +43,22 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.worker import finish, run_worker, save, started_at  # noqa: E402
+from bench import random_model  # noqa: E402
+from bench.common import choose_sizes, some_of, write_json  # noqa: E402
+from bench.gpu_engines import PROMPT, bare_vllm, make_engine, prompts, serve  # noqa: E402
+from bench.worker import add_arguments, finish, run_worker, save, started_at  # noqa: E402
 
 PARTS = ("vllm", "vllm-mps", "exact", "llm", "sglang", "sglang-eager")
-PROMPT = 64
 MPS = "nvidia-cuda-mps-control"
 MPS_S = 30  # limit of each command to its daemon
 
 
-def prompts(count: int, salt: int) -> list[list[int]]:
+def asked(size: int, salt: int) -> list[list[int]]:
     """Prompts that occur only once: no prefix is in a cache."""
-    return [np.random.default_rng([salt, i]).integers(10, 500, PROMPT).tolist() for i in range(count)]
+    return prompts(size, salt * 10_000 + size)
 
 
 # ---- G-Core's engines ------------------------------------------------------------------------------------------------
-
-
-def open_engine(
-    kind: str, folder: str, concurrent: int, length: int, fraction: float, eager: bool, device: str, _: Any
-) -> Any:
-    """Runs in the process of the engine."""
-    from gcore.generation.engine_shell import SteppedEngine
-    from gcore.generation.spec import LibraryOptions
-
-    options: dict[str, Any] = {
-        "max_concurrent": concurrent,
-        "max_length": length,
-        "dtype": "bfloat16",
-        "memory_fraction": fraction,
-        "seeds": False,
-        "eager": eager,
-    }
-    if kind == "sglang":
-        from gcore.generation.sglang import SglangBackend
-
-        return SteppedEngine(SglangBackend(Path(folder), LibraryOptions(**options, device=device, sleep=True)))
-    from gcore.generation.vllm import VllmBackend
-
-    return SteppedEngine(VllmBackend(Path(folder), LibraryOptions(**options, dummy=True)))
 
 
 async def measure_pool(part: str, args: argparse.Namespace) -> None:
@@ -91,14 +68,14 @@ async def measure_pool(part: str, args: argparse.Namespace) -> None:
 
     kind, _, how = part.partition("-")
     counts = args.engines if kind == "vllm" else [1]
-    fraction, device = 0.85 / max(counts), "cpu" if args.cpu else "cuda"
-    argument = kind, str(args.folder), max(args.sizes), PROMPT + args.tokens, fraction, how == "eager", device
+    options = {"max_concurrent": max(args.sizes), "max_length": PROMPT + args.tokens, "eager": how == "eager"}
+    options |= {"memory_fraction": 0.85 / max(counts), "sleep": kind == "sglang"}
     share = round(0.95 / max(counts), 3)
     place = ProcessPlace() if args.cpu else ProcessPlace(bundles=(0,), gpus=share)
     runtime = RayRuntime(1024, () if args.cpu else (1,), lambda kind, rank: place)
     rows: list[dict[str, Any]] = []
     try:
-        handles = await runtime.start_group("engine", open_engine, [argument] * max(counts))
+        handles = await runtime.start_group("engine", make_engine, [(kind, str(args.folder), options)] * max(counts))
         engines = [EngineClient(handle) for handle in handles]
         found: dict[str, Any] = {"start_s": time.time() - started_at(), "rows": rows}
         for count in counts:
@@ -115,20 +92,8 @@ async def measure_pool(part: str, args: argparse.Namespace) -> None:
 
 
 async def timed(engines: Sequence[Any], size: int, tokens: int, salt: int) -> float:
-    """Seconds of `size` requests, sent as a controller sends groups of 8."""
-    from gcore.content.tokens import Tokens
-    from gcore.generation.pool import EnginePool
-    from gcore.types import Request, SamplingParams
-
-    pool = EnginePool(engines)
-    requests = [
-        Request(Tokens(np.array(p, np.int32)), SamplingParams(tokens), i)
-        for i, p in enumerate(prompts(size, salt * 10_000 + size))
-    ]
-    started = time.perf_counter()
-    found = await asyncio.gather(*(pool.generate(requests[i : i + 8]) for i in range(0, size, 8)))
-    seconds = time.perf_counter() - started
-    made = sum(completion.content.num_steps for group in found for completion in group)
+    """Seconds of `size` requests."""
+    made, seconds = await serve(engines, asked(size, salt), [tokens] * size)
     assert made == size * tokens, f"{made} tokens, expected {size * tokens}"
     return seconds
 
@@ -180,29 +145,10 @@ def measure_llm(args: argparse.Namespace) -> None:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        str(args.folder),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype="bfloat16",
-        max_num_seqs=max(args.sizes),
-        max_model_len=PROMPT + args.tokens,
-        gpu_memory_utilization=0.4,
-        max_logprobs=1,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        enforce_eager=args.cpu,
-        seed=0,
-    )
+    generate = bare_vllm(str(args.folder), max(args.sizes), PROMPT + args.tokens, 0.4, eager=args.cpu)
 
     def seconds(size: int, tokens: int, salt: int) -> float:
-        params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True)
-        requests = [{"prompt_token_ids": p} for p in prompts(size, salt * 10_000 + size)]
-        started = time.perf_counter()
-        llm.generate(requests, params, use_tqdm=False)
-        return time.perf_counter() - started
+        return generate(asked(size, salt), [tokens] * size)[1]
 
     found: dict[str, Any] = {"start_s": time.time() - started_at(), "rows": []}
     seconds(min(args.sizes), args.tokens // 4, 999)
@@ -269,8 +215,6 @@ def main() -> None:
     if args.worker == "bandwidth":
         return measure_bandwidth(args)
     if args.worker == "model":
-        from bench import random_model
-
         return random_model.write(args.model, args.folder)
     if args.worker == "llm":
         return measure_llm(args)
@@ -287,18 +231,13 @@ def main() -> None:
     record: dict[str, Any] = {"settings": vars(args), "parts": {}}
     record |= run_worker(__file__, "bandwidth", arguments, work, 120)
     for part in parts:
-        with mps(work) if part == "vllm-mps" else _no_mps() as variables:
+        service: AbstractContextManager[dict[str, str]] = mps(work) if part == "vllm-mps" else nullcontext({})
+        with service as variables:
             record["parts"][part] = run_worker(__file__, part, arguments, work, args.limit, variables)
-        if args.json:
-            args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        write_json(args.json, record)
         show(record, args)  # of the parts so far: a caller may have a time limit
         sys.stdout.flush()
     finish()
-
-
-@contextmanager
-def _no_mps() -> Iterator[dict[str, str]]:
-    yield {}
 
 
 def usable(part: str, args: argparse.Namespace) -> bool:
@@ -317,15 +256,13 @@ def usable(part: str, args: argparse.Namespace) -> bool:
 
 def make_model(parts: Sequence[str], work: Path, args: argparse.Namespace) -> Path:
     """SGLang reads weights; the others make random ones themselves."""
-    from bench.gpu_engines import write_model
-
     folder = work / f"model-{args.model}"
     if any(folder.glob("*.safetensors")):  # of another script
         return folder
     if any(part.startswith("sglang") for part in parts):
         run_worker(__file__, "model", [f"--folder={folder}", f"--model={args.model}"], work, 300)
         return folder
-    return write_model(folder, args.model)
+    return random_model.write_config(args.model, folder)
 
 
 def _joined(numbers: Sequence[int]) -> str:
@@ -366,29 +303,17 @@ def parse() -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    def parts(text: str) -> list[str]:
-        if unknown := sorted(set(text.split(",")) - set(PARTS)):
-            raise argparse.ArgumentTypeError(f"{unknown}: expected some of {', '.join(PARTS)}")
-        return text.split(",")
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=parts, default=list(PARTS))
+    parser.add_argument("--only", type=some_of(PARTS), default=list(PARTS))
     parser.add_argument("--sizes", type=numbers, default=None, help="32,128,256,512; 4,8 with --cpu")
     parser.add_argument("--engines", type=numbers, default=None, help="1,2,4; 1,2 with --cpu")
     parser.add_argument("--tokens", type=int, default=None, help="512; 16 with --cpu")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model", default=None, help="0.5B, 1.5B (default), 7B or tiny")
-    parser.add_argument("--limit", type=float, default=240, help="seconds per part")
-    parser.add_argument("--folder", type=Path, help="of the model; by default it is made in --work")
-    parser.add_argument("--work", type=Path, help="folder of logs and of the model; by default a temporary one")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    add_arguments(parser)
     args = parser.parse_args()
     sizes = {"sizes": ([32, 128, 256, 512], [4, 8]), "engines": ([1, 2, 4], [1, 2]), "tokens": (512, 16)}
-    for name, (gpu, cpu) in {**sizes, "model": ("1.5B", "tiny")}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, cpu if args.cpu else gpu)
+    choose_sizes(args, args.cpu, {**sizes, "model": ("1.5B", "tiny")})
     return args
 
 

@@ -36,6 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import choose_sizes, step_rows, write_json  # noqa: E402
 from bench.worker import TARGET, finish, run_worker, save  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -326,12 +327,10 @@ def run_gcore(args: argparse.Namespace) -> None:
 
 def watch_run(run: Path, args: argparse.Namespace, clock: Clock, peaks: dict[str, float]) -> None:
     """Saves every step when it is there. Ends the process after the last: a run that ends writes a checkpoint."""
-    from gcore.observe.metrics import read_rows
-
     found, before = list[dict[str, float]](), dict[str, float]()
     while len(found) <= args.steps:
         time.sleep(0.02 if args.tiny else 0.2)
-        rows = [row for row in read_rows(run) if "samples_digest" in row] if (run / "metrics.jsonl").exists() else []
+        rows = step_rows(run)
         if len(rows) > len(found):
             row, now = rows[len(found)], dict(clock.seconds)
             spent = {name: now[name] - before.get(name, 0.0) for name in now}
@@ -427,8 +426,7 @@ def main() -> None:
             continue
         if name == "model" or name in args.only:
             record[name] = run_worker(__file__, name, arguments, work, LIMITS[name] * (4 if args.tiny else 1))
-        if args.json:
-            args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        write_json(args.json, record)
         if "error" in record["model"]:
             sys.exit("the model could not be written")
         if name in args.only:  # of the parts so far: a caller may have a time limit
@@ -453,9 +451,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for name, value in {"prompts": (8, 2), "samples": (8, 4), "denoising_steps": (20, 6), "pixels": (512, 32)}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value[args.tiny])
+    sizes = {"prompts": (8, 2), "samples": (8, 4), "denoising_steps": (20, 6), "pixels": (512, 32)}
+    choose_sizes(args, args.tiny, sizes)
     args.shape = "tiny" if args.tiny else "sd3.5-medium"
     return args
 

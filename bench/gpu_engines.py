@@ -12,46 +12,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-SHAPES = {  # hidden, intermediate, layers, heads, kv heads
-    "0.5B": (896, 4864, 24, 14, 2),
-    "1.5B": (1536, 8960, 28, 12, 2),
-    "7B": (3584, 18944, 28, 28, 4),
-    "tiny": (64, 128, 2, 2, 1),
-}
+from bench import random_model  # noqa: E402
+from bench.common import write_json  # noqa: E402
+
 PROMPT, TOKENS = 64, 512
-
-
-def write_model(folder: Path, size: str) -> Path:
-    """Writes only config.json; the weights are created by the processes that use them."""
-    from transformers import Qwen2Config
-
-    hidden, intermediate, layers, heads, kv_heads = SHAPES[size]
-    vocabulary = {"tiny": 512, "7B": 152_064}.get(size, 151_936)
-    Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=size != "7B",
-        architectures=["Qwen2ForCausalLM"],
-        dtype="bfloat16",
-    ).save_pretrained(folder)
-    return folder
 
 
 class WeightHolder:
@@ -88,18 +64,12 @@ class WeightHolder:
         return sum(p.numel() * p.element_size() for p in self.network.parameters()) / 2**30
 
 
-def make_engine(name: str, folder: str, concurrent: int, fraction: float, _: Any) -> Any:
+def make_engine(name: str, folder: str, options: dict[str, Any], _: Any) -> Any:
+    """Runs in the process of the engine. `options`: of LibraryOptions."""
     from gcore.generation.engine_shell import SteppedEngine
     from gcore.generation.spec import LibraryOptions
 
-    options: dict[str, Any] = {
-        "max_concurrent": concurrent,
-        "max_length": PROMPT + TOKENS,
-        "dtype": "bfloat16",
-        "memory_fraction": fraction,
-        "sleep": True,
-        "seeds": False,
-    }
+    options = {"dtype": "bfloat16", "seeds": False, **options}
     if name == "sglang":
         import torch
 
@@ -112,10 +82,11 @@ def make_engine(name: str, folder: str, concurrent: int, fraction: float, _: Any
     return SteppedEngine(VllmBackend(Path(folder), LibraryOptions(**options, dummy=True)))
 
 
-def prompts(count: int) -> list[list[int]]:
+def prompts(count: int, salt: int = 0) -> list[list[int]]:
+    """With another salt they are others: no prefix is in a cache."""
     import numpy as np
 
-    return [np.random.default_rng(i).integers(10, 500, PROMPT).tolist() for i in range(count)]
+    return [np.random.default_rng([salt, i]).integers(10, 500, PROMPT).tolist() for i in range(count)]
 
 
 def short_lengths(count: int) -> list[int]:
@@ -125,47 +96,59 @@ def short_lengths(count: int) -> list[int]:
     return np.random.default_rng(0).integers(4, 21, 16 * count).tolist()
 
 
-async def pool_rate(engine: Any, lengths: list[int]) -> float:
-    """Tokens per second of requests with these lengths, sent as a controller sends them."""
+async def serve(engines: Sequence[Any], asked: Sequence[list[int]], lengths: Sequence[int]) -> tuple[int, float]:
+    """Tokens and seconds of requests with these prompts and lengths, sent as a controller sends groups of 8."""
     import numpy as np
 
     from gcore.content.tokens import Tokens
     from gcore.generation.pool import EnginePool
     from gcore.types import Request, SamplingParams
 
-    pool, tokens = EnginePool([engine]), prompts(len(lengths))
+    pool = EnginePool(engines)
     requests = [
-        Request(Tokens(np.array(p, np.int32)), SamplingParams(n), i)
-        for i, (p, n) in enumerate(zip(tokens, lengths, strict=True))
+        Request(Tokens(np.array(prompt, np.int32)), SamplingParams(length), i)
+        for i, (prompt, length) in enumerate(zip(asked, lengths, strict=True))
     ]
     started = time.perf_counter()
     found = await asyncio.gather(*(pool.generate(requests[i : i + 8]) for i in range(0, len(requests), 8)))
-    return sum(c.content.num_steps for group in found for c in group) / (time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return sum(completion.content.num_steps for group in found for completion in group), seconds
 
 
-def vllm_only(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
-    """The same workloads with vLLM only, in a separate process."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def bare_vllm(
+    folder: str, count: int, length: int, fraction: float, eager: bool = False
+) -> Callable[[Sequence[list[int]], Sequence[int]], tuple[int, float]]:
+    """What `serve` does, by vLLM without G-Core."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=PROMPT + TOKENS,
+        folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=length,
         max_num_seqs=count, gpu_memory_utilization=fraction, max_logprobs=1, disable_log_stats=True, seed=0,
-        logprobs_mode="processed_logprobs",
+        logprobs_mode="processed_logprobs", enforce_eager=eager,
     )  # fmt: skip
 
-    def rate(lengths: list[int], salt: int) -> float:
+    def generate(asked: Sequence[list[int]], lengths: Sequence[int]) -> tuple[int, float]:
         params = [
             SamplingParams(max_tokens=n, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True)
             for n in lengths
         ]
-        requests = [{"prompt_token_ids": p, "cache_salt": f"{salt}"} for p in prompts(len(lengths))]
         started = time.perf_counter()
-        found = llm.generate(requests, params, use_tqdm=False)
-        return sum(len(o.outputs[0].token_ids) for o in found) / (time.perf_counter() - started)
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return sum(len(answer.outputs[0].token_ids) for answer in found), seconds
 
-    loads = [tokens] * count, short_lengths(count)
-    return [max(rate(lengths, turn) for turn in range(3)) for lengths in loads]
+    return generate
+
+
+def bare_rates(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
+    """The same workloads with vLLM only, in a separate process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    generate = bare_vllm(folder, count, PROMPT + TOKENS, fraction)
+    rates = []
+    for lengths in ([tokens] * count, short_lengths(count)):
+        runs = [generate(prompts(len(lengths), turn), lengths) for turn in range(3)]
+        rates.append(max(made / seconds for made, seconds in runs))
+    return rates
 
 
 async def measure(name: str, folder: Path, count: int, tokens: int, fraction: float, gpu: bool) -> dict[str, float]:
@@ -180,7 +163,8 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
     runtime = RayRuntime(1024, (1,) * int(gpu), lambda kind, rank: ProcessPlace(bundles=(0,), gpus=0.45))
     try:
         started = time.perf_counter()
-        handles = await runtime.start_group("engine", make_engine, [(name, str(folder), count, fraction)])
+        options = {"max_concurrent": count, "max_length": PROMPT + TOKENS, "memory_fraction": fraction, "sleep": True}
+        handles = await runtime.start_group("engine", make_engine, [(name, str(folder), options)])
         engines = [EngineClient(handle) for handle in handles]
         row: dict[str, float] = {"start_s": time.perf_counter() - started}
         holders = await runtime.start_group("holder", WeightHolder, [(str(folder),)])
@@ -197,7 +181,8 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
             for _ in range(3):
                 version += 1
                 await transfer.send({0: engines[0]}, version)  # clears the prefix cache
-                rates.append(await pool_rate(engines[0], lengths))
+                made, seconds = await serve(engines, prompts(len(lengths)), lengths)
+                rates.append(made / seconds)
             row[f"{load}_tok_s"] = max(rates)
         import numpy as np
 
@@ -246,17 +231,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.bare:
-        print("RATES", *vllm_only(args.bare, args.count, args.tokens, args.fraction))
+        print("RATES", *bare_rates(args.bare, args.count, args.tokens, args.fraction))
         return
     import torch
 
     gpu = torch.cuda.device_count() > 0
     rows: dict[str, dict[str, float]] = {}
     for size in args.sizes:
-        folder = write_model(Path(tempfile.mkdtemp()), size)
+        folder = random_model.write_config(size, Path(tempfile.mkdtemp()))
         if args.engine == "sglang":
-            from bench import random_model
-
             random_model.write(size, folder)  # SGLang needs weights to load; they are replaced before the measurement
         rows[size] = asyncio.run(measure(args.engine, folder, args.count, args.tokens, args.fraction, gpu))
         if size in args.bare_size and args.engine == "vllm":
@@ -273,8 +256,7 @@ def main() -> None:
     print(f"\n{'':26}" + "".join(f"{size:>12}" for size in rows))
     for name in names:
         print(f"{name:26}" + "".join(f"{row[name]:12.3f}" if name in row else " " * 12 for row in rows.values()))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    write_json(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench import random_model  # noqa: E402
+from bench.common import choose_sizes, write_json  # noqa: E402
 from bench.worker import finish, run_worker, save  # noqa: E402
 
 PARTS = ("1.5B/none/plain", "1.5B/optimizer", "1.5B/all", "7B/optimizer", "7B/all", "run")
@@ -263,8 +265,6 @@ def watch_gpu(found: dict[str, float]) -> None:
 def main() -> None:
     args = parse()
     if args.worker and args.worker.startswith("model"):
-        from bench import random_model
-
         return random_model.write(args.size, args.folder)
     if args.worker == "run":
         return measure_run(args)
@@ -281,8 +281,7 @@ def main() -> None:
         if not any(folder.glob("*.safetensors")):
             run_worker(__file__, f"model {size}", arguments, work, 300)
         record["parts"][part] = run_worker(__file__, part, arguments, work, args.limit)
-        if args.json:
-            args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        write_json(args.json, record)
         show(record)  # of the parts so far: a caller may have a time limit
         sys.stdout.flush()
     finish()
@@ -331,8 +330,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.tokens = args.tokens or (32 if args.cpu else 512)
-    args.micro_tokens = args.micro_tokens or (128 if args.cpu else 16384)
+    choose_sizes(args, args.cpu, {"tokens": (512, 32), "micro_tokens": (16384, 128)})
     return args
 
 

@@ -31,6 +31,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import SHAPES, step_rows, write_json  # noqa: E402
 from bench.emulation import start_roles  # noqa: E402
 from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
@@ -41,13 +42,6 @@ from gcore.simulate.cluster import SimulatedRollout, Simulation, first_state  # 
 from gcore.simulate.scenario import Draw, Scenario, Speed  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
-SHAPES = {  # hidden, intermediate, layers, heads, kv heads
-    "0.5B": (896, 4864, 24, 14, 2),
-    "1.5B": (1536, 8960, 28, 12, 2),
-    "7B": (3584, 18944, 28, 28, 4),
-    "tiny": (64, 128, 2, 2, 1),
-    "small": (128, 256, 4, 4, 2),
-}
 ALPHABET = "0123456789" + "".join(map(chr, range(0x4E00, 0x4E00 + 4000)))  # many: a random judge rarely samples the end
 FIRST, BOS = 4, 1  # token of the digit 0, after the special tokens; token of the beginning
 JUDGE = "grader"
@@ -93,9 +87,10 @@ def config_of(args: argparse.Namespace, work: Work, data: Path, folder: Path) ->
     serving = {"engine": "vllm", "max_concurrent": args.concurrent, "gpu_memory_utilization": 0.3}
 
     def build(size: str, length: int) -> dict[str, Any]:
-        names = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads")
-        shape = dict(zip(names, SHAPES[size], strict=True))
-        return {"build": {"architecture": "qwen2", **shape, "alphabet": ALPHABET, "max_length": length}}
+        shape = SHAPES[size]
+        widths = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "layers": shape.layers}
+        heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+        return {"build": {"architecture": "qwen2", **widths, **heads, "alphabet": ALPHABET, "max_length": length}}
 
     return Config.model_validate(
         {
@@ -137,7 +132,6 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
     from gcore.launch.build import build_runtime
     from gcore.launch.machines import detect_machine
     from gcore.launch.plan import make_plan
-    from gcore.observe.metrics import read_rows
 
     plan = make_plan(config, detect_machine())
     open_folder(config)
@@ -160,7 +154,7 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
         await asyncio.gather(*(controller.run() for controller in controllers))
     finally:
         runtime.stop()
-    return {"rows": [row for row in read_rows(config.run.folder) if "samples_digest" in row], "speeds": speeds}
+    return {"rows": step_rows(config.run.folder), "speeds": speeds}
 
 
 async def speed_of(engine: Any, most: int, prompt_length: int) -> dict[str, float]:
@@ -331,8 +325,7 @@ def main() -> None:
         if args.device == "cuda":
             found["planned"] = simulated(scenario_of(work, config, args.gpu, None), work)
         result = table(real["rows"], found)
-    if args.json:
-        args.json.write_text(json.dumps({**result, "speeds": real["speeds"], "arguments": vars(args)}, default=str))
+    write_json(args.json, {**result, "speeds": real["speeds"], "arguments": vars(args)})
 
 
 if __name__ == "__main__":

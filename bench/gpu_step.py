@@ -52,8 +52,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.trl_steps import TrlSteps  # noqa: E402
-from bench.worker import TARGET, finish, run_worker, save, started_at  # noqa: E402
+from bench.common import choose_sizes, some_of, step_rows, write_json  # noqa: E402
+from bench.trl_steps import TrlSteps, grpo_config  # noqa: E402
+from bench.worker import TARGET, add_arguments, finish, run_worker, save, started_at  # noqa: E402
 
 SYSTEMS = {
     "gcore": "Ray, as `gcore train`",
@@ -128,12 +129,17 @@ Save = Callable[[dict[str, Any]], None]
 
 
 def run_gcore(system: str, args: argparse.Namespace, save_step: Save = save) -> None:
+    folder = Path(tempfile.mkdtemp(prefix=f"run-{system}-", dir=Path(os.environ[TARGET]).parent))  # its logs stay
+    run_recipe(gcore_tree(system, args, folder), folder, args, save_step)
+
+
+def run_recipe(tree: dict[str, Any], folder: Path, args: argparse.Namespace, save_step: Save) -> None:
+    """`gcore train` until all steps are made."""
     from gcore.config.load import load_config
     from gcore.driver.supervise import run
 
-    folder = Path(tempfile.mkdtemp(prefix=f"run-{system}-", dir=Path(os.environ[TARGET]).parent))  # its logs stay
     recipe = folder / "step.yaml"
-    recipe.write_text(json.dumps(gcore_tree(system, args, folder)))  # JSON is YAML
+    recipe.write_text(json.dumps(tree))  # JSON is YAML
     config = load_config(recipe, args.set)
     threading.Thread(target=watch_run, args=(config.run.folder, args, save_step), daemon=True).start()
     try:
@@ -190,9 +196,8 @@ def watch_run(folder: Path, args: argparse.Namespace, save_step: Save) -> None:
 def gcore_steps(folder: Path, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
     """Seconds until the first step, and the steps that are complete, from the files of the run."""
     from gcore.observe.files import whole_lines
-    from gcore.observe.metrics import read_rows
 
-    rows = [row for row in read_rows(folder) if "samples_digest" in row]
+    rows = step_rows(folder)
     events: list[Any] = [event for _, event in whole_lines(folder / "trace" / "controller-0.jsonl")]
     spans = sorted((e["start"] / 1e6, e["end"] / 1e6) for e in events if e.get("name") == "step" and "end" in e)
     steps = []
@@ -223,7 +228,7 @@ def run_trl(system: str, args: argparse.Namespace) -> None:
     without_fingerprints()
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     rows, fast, sleeps = rows_of(args), system == "trl-fast", system == "trl-sleep"
     micro = args.micro // 2 if fast else args.micro  # without checkpointing, 32 sequences would fill the GPU
@@ -248,18 +253,16 @@ def run_trl(system: str, args: argparse.Namespace) -> None:
             processing_class=tokenizer,
             reward_funcs=reward,
             train_dataset=Dataset.from_list([{"prompt": f"<bos>{row['prompt']}"} for row in rows]),
-            args=GRPOConfig(
-                output_dir=folder,
-                use_cpu=args.cpu,
-                bf16=not args.cpu,
+            args=grpo_config(
+                folder,
+                args.cpu,
+                LR,
+                BETAS,
                 gradient_checkpointing=not fast,
                 per_device_train_batch_size=micro,
                 gradient_accumulation_steps=args.prompts * args.siblings // micro,
                 num_generations=args.siblings,
                 max_completion_length=args.tokens,
-                temperature=1.0,
-                beta=0.0,
-                num_iterations=1,
                 shuffle_dataset=False,
                 use_vllm=True,
                 vllm_mode="colocate",
@@ -269,17 +272,6 @@ def run_trl(system: str, args: argparse.Namespace) -> None:
                 vllm_importance_sampling_correction=not fast,
                 generation_kwargs={"ignore_eos": True, "detokenize": sleeps},
                 max_steps=total_steps(args),
-                learning_rate=LR,
-                lr_scheduler_type="constant",
-                adam_beta1=BETAS[0],
-                adam_beta2=BETAS[1],
-                weight_decay=0.0,
-                max_grad_norm=1.0,
-                optim="adamw_torch_fused",
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
             ),
             callbacks=[steps.callback()],
         )
@@ -359,8 +351,7 @@ def main() -> None:
         found = run_worker(__file__, system, arguments, work, args.limit)
         record["systems"][system] = {"about": SYSTEMS[system], "warm_caches": warm, **found}
         warm = True
-        if args.json:
-            args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        write_json(args.json, record)
         show(record, args)  # of the systems so far: a caller may have a time limit
         sys.stdout.flush()
     finish()
@@ -425,17 +416,9 @@ def show(record: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-        def read(text: str) -> list[str]:
-            if unknown := sorted(set(text.split(",")) - set(allowed)):
-                raise argparse.ArgumentTypeError(f"{unknown}: expected some of {', '.join(allowed)}")
-            return text.split(",")
-
-        return read
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names(list(SYSTEMS)), default=["gcore", "trl", "trl-fast"])
-    parser.add_argument("--mix", type=names(MIXES), default=list(MIXES))
+    parser.add_argument("--only", type=some_of(SYSTEMS), default=["gcore", "trl", "trl-fast"])
+    parser.add_argument("--mix", type=some_of(MIXES), default=list(MIXES))
     parser.add_argument("--steps", type=int, default=3, help="counted steps per mix")
     parser.add_argument("--model", default=None, help="0.5B, 1.5B (default), 7B or tiny")
     parser.add_argument("--prompts", type=int, default=None, help="32; 4 with --cpu")
@@ -443,19 +426,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=None, help="512; 24 with --cpu")
     parser.add_argument("--prompt-length", type=int, default=None, help="64; 16 with --cpu")
     parser.add_argument("--micro", type=int, default=None, help="sequences per micro-batch; 32; 8 with --cpu")
-    parser.add_argument("--limit", type=float, default=240, help="seconds per system")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for gcore, as in `gcore train`")
-    parser.add_argument("--folder", type=Path, help="of the model; by default it is made in --work")
-    parser.add_argument("--work", type=Path, help="folder of logs and of the model; by default a temporary one")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    add_arguments(parser)
     args = parser.parse_args()
     sizes = {"model": ("1.5B", "tiny"), "prompts": (32, 4), "siblings": (8, 4), "tokens": (512, 24)}
     sizes |= {"prompt_length": (64, 16), "micro": (32, 8)}
-    for name, (gpu, cpu) in sizes.items():
-        if getattr(args, name) is None:
-            setattr(args, name, cpu if args.cpu else gpu)
+    choose_sizes(args, args.cpu, sizes)
     return args
 
 

@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gcore.config.tree import Config  # noqa: E402
+from bench.common import SHAPES, qwen2_config, trainer_config  # noqa: E402
 from gcore.content.tokens import Tokens, tokens_of  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.observe.trace import Tracer  # noqa: E402
@@ -41,12 +41,6 @@ from gcore.training.fsdp import FsdpBackend, FsdpNetwork  # noqa: E402
 from gcore.training.rank import TrainerRank  # noqa: E402
 from gcore.types import Sample, TrainBatch  # noqa: E402
 
-SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary
-    "tiny": (64, 128, 2, 4, 2, 512),
-    "0.5B": (896, 4864, 24, 14, 2, 151_936),
-    "1.5B": (1536, 8960, 28, 12, 2, 151_936),
-    "7B": (3584, 18944, 28, 28, 4, 152_064),
-}
 VARIANTS = {  # training.compile, training.activation_checkpointing
     "eager, checkpointing": (False, True),
     "compiled, checkpointing": (True, True),
@@ -104,34 +98,22 @@ def synchronize(device: torch.device) -> None:
 
 
 def network_of(args: argparse.Namespace, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM
 
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[args.model]
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=True,
-    )
+    config = qwen2_config(args.model, max_position_embeddings=32_768, tie_word_embeddings=True)
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def flops_per_token(args: argparse.Namespace, length: float) -> float:
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[args.model]
-    attention = hidden * hidden * 2 + 2 * hidden * hidden * kv_heads // heads
-    parameters = layers * (attention + 3 * hidden * intermediate) + vocabulary * hidden
-    return 6.0 * parameters + 6.0 * layers * hidden * length
+    shape = SHAPES[args.model]
+    return 6.0 * shape.product_parameters + 6.0 * shape.layers * shape.hidden * length
 
 
 def samples_of(args: argparse.Namespace, lengths: str) -> list[Sample]:
     rng = np.random.default_rng(0)
-    vocabulary, found = SHAPES[args.model][-1], []
+    vocabulary, found = SHAPES[args.model].vocab, []
     for i in range(args.sequences):
         steps = args.response
         if lengths == "mix":
@@ -145,17 +127,7 @@ def samples_of(args: argparse.Namespace, lengths: str) -> list[Sample]:
 
 def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> TrainerRank:
     compiles, checkpoints = VARIANTS[variant]
-    config = Config.model_validate(
-        {
-            "run": {"name": "gpu-train", "steps": 100},
-            "model": {"build": {"alphabet": "0123456789"}},
-            "data": {"train": {"task": "arithmetic"}, "max_prompt_length": 4},
-            "generation": {"max_response_length": 8},
-            "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
-            "sampling": {"prompts_per_step": 4, "samples_per_prompt": 8},
-            "training": {"lr": 1e-6, "compile": compiles, "activation_checkpointing": checkpoints},
-        }
-    )
+    config = trainer_config(lr=1e-6, compile=compiles, activation_checkpointing=checkpoints)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backend = partial(FsdpBackend, config, {"policy": NewNetwork(lambda: network_of(args, device))}, device, dtype)
     return TrainerRank(config, backend, rank=0, threads=2, tracer=Tracer(None, "trainer-0"))
@@ -178,7 +150,7 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     budget = args.micro_tokens or 2 * args.sequences * (args.prompt + args.response)
     metas = [meta_of(sample) for sample in samples]
     (batch,) = make_layout(
-        metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SHAPES[args.model][0])
+        metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SHAPES[args.model].hidden)
     )
     batch, trainer = with_advantages(batch, samples), trainer_of(args, variant, device)
 

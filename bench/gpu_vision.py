@@ -20,15 +20,11 @@ that it decoded (a file of a dataset is decoded once per step, its tensors trave
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
-import threading
-import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -40,9 +36,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.gpu_step import BETAS, LR, STAGES, gcore_steps, total_steps, without_fingerprints  # noqa: E402
-from bench.trl_steps import TrlSteps  # noqa: E402
-from bench.worker import TARGET, finish, run_worker, save  # noqa: E402
+from bench.common import choose_sizes, some_of, step_rows, write_json  # noqa: E402
+from bench.gpu_step import BETAS, LR, STAGES, run_recipe, total_steps, without_fingerprints  # noqa: E402
+from bench.trl_steps import TrlSteps, grpo_config  # noqa: E402
+from bench.worker import TARGET, add_arguments, finish, run_worker, save  # noqa: E402
 
 TEXT = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, sections of M-RoPE
     "3B": (2048, 11008, 36, 16, 2, 151_936, [16, 24, 24]),
@@ -153,9 +150,6 @@ async def whole(ctx: Any, prompt: Any) -> list[Any]:
 
 
 def run_gcore(args: argparse.Namespace) -> None:
-    from gcore.config.load import load_config
-    from gcore.driver.supervise import run
-
     here, folder = Path(__file__).resolve(), Path(tempfile.mkdtemp(prefix="run-", dir=Path(os.environ[TARGET]).parent))
     data = args.folder / f"images-{args.edge}" / "rows.jsonl"
     rows = rows_of(args)
@@ -187,34 +181,17 @@ def run_gcore(args: argparse.Namespace) -> None:
         "observe": {"progress": "plain", "trackers": [], "samples_per_step": 0},
         **({"placement": {"trainer": {"ranks": 1, "threads": 1}, "policy": {"replicas": 1}}} if args.cpu else {}),
     }
-    recipe = folder / "step.yaml"
-    recipe.write_text(json.dumps(tree))
-    config = load_config(recipe, args.set)
-    threading.Thread(target=watch, args=(config.run.folder, args), daemon=True).start()
-    with contextlib.suppress(KeyboardInterrupt):  # by `watch`: all steps are made
-        run(config)
 
+    def save_with_bytes(result: dict[str, Any]) -> None:
+        of_steps = bytes_of(folder / tree["run"]["name"])
+        save({**result, "steps": [{**step, **own} for step, own in zip(result["steps"], of_steps, strict=False)]})
 
-def watch(folder: Path, args: argparse.Namespace) -> None:
-    """Saves every step as soon as it is made; then ends the run, also if something here fails."""
-    known = 0
-    try:
-        while known < total_steps(args):
-            time.sleep(0.2)
-            start_s, steps = gcore_steps(folder, args)
-            if len(steps) > known:
-                known = len(steps)
-                merged = [{**step, **own} for step, own in zip(steps, bytes_of(folder), strict=False)]
-                save({"start_s": start_s, "steps": merged})
-    finally:
-        os.kill(os.getpid(), signal.SIGTERM)
+    run_recipe(tree, folder, args, save_with_bytes)
 
 
 def bytes_of(folder: Path) -> list[dict[str, float]]:
-    from gcore.observe.metrics import read_rows
-
-    rows = [row for row in read_rows(folder) if "samples_digest" in row]
-    return [{"payload": row["controller/bytes"], "pixels": row.get("controller/media_bytes", 0)} for row in rows]
+    of_row = {"payload": "controller/bytes", "pixels": "controller/media_bytes"}
+    return [{name: row.get(key, 0) for name, key in of_row.items()} for row in step_rows(folder)]
 
 
 def image_tokens(args: argparse.Namespace) -> int:
@@ -231,7 +208,7 @@ def run_trl(args: argparse.Namespace) -> None:
     without_fingerprints()
     from datasets import Dataset
     from PIL import Image
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from gcore.media.images import make_processor
 
@@ -261,30 +238,20 @@ def run_trl(args: argparse.Namespace) -> None:
             processing_class=processor,
             reward_funcs=numbered,
             train_dataset=Dataset.from_list(rows),
-            args=GRPOConfig(
-                output_dir=folder,
-                use_cpu=args.cpu,
-                bf16=not args.cpu,
+            args=grpo_config(
+                folder,
+                args.cpu,
+                LR,
+                BETAS,
                 per_device_train_batch_size=args.micro,
                 gradient_accumulation_steps=args.prompts * args.siblings // args.micro,
                 num_generations=args.siblings,
                 max_completion_length=args.tokens,
-                temperature=1.0,
-                beta=0.0,
                 shuffle_dataset=False,
                 use_vllm=uses_vllm,
                 **(vllm if uses_vllm else {}),
                 generation_kwargs=same_length,
                 max_steps=total_steps(args),
-                learning_rate=LR,
-                lr_scheduler_type="constant",
-                adam_beta1=BETAS[0],
-                adam_beta2=BETAS[1],
-                optim="adamw_torch_fused",
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
             ),
             callbacks=[steps.callback()],
         )
@@ -310,8 +277,7 @@ def main() -> None:
     record: dict[str, Any] = {"settings": vars(args), "systems": {}}
     for system in args.only:
         record["systems"][system] = run_worker(__file__, system, arguments, work, args.limit)
-        if args.json:
-            args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        write_json(args.json, record)
         show(record, args)  # of the systems so far: a caller may have a time limit
         sys.stdout.flush()
     finish()
@@ -347,7 +313,7 @@ def show(record: dict[str, Any], args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SYSTEMS), help="gcore,trl")
+    parser.add_argument("--only", type=some_of(SYSTEMS), default=list(SYSTEMS), help="gcore,trl")
     parser.add_argument("--steps", type=int, default=3, help="counted steps")
     parser.add_argument("--model", choices=TEXT, default=None, help="3B; tiny with --cpu")
     parser.add_argument("--engine", choices=("vllm", "embedded"), default=None, help="vllm; embedded with --cpu")
@@ -358,19 +324,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--edge", type=int, default=None, help="of an image in pixels: 448; 32 with --cpu")
     parser.add_argument("--prompt-length", type=int, default=16, help="tokens of text")
     parser.add_argument("--micro", type=int, default=None, help="sequences per micro-batch: 32; 8 with --cpu")
-    parser.add_argument("--limit", type=float, default=300, help="seconds per system")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for gcore, as in `gcore train`")
-    parser.add_argument("--folder", type=Path, help="of the model; by default it is made in --work")
-    parser.add_argument("--work", type=Path, help="folder of logs and of the model; by default a temporary one")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    add_arguments(parser)
+    parser.set_defaults(limit=300)
     args = parser.parse_args()
     sizes = {"model": ("3B", "tiny"), "engine": ("vllm", "embedded"), "prompts": (32, 4), "tokens": (128, 8)}
     sizes |= {"edge": (448, 32), "micro": (32, 8)}
-    for name, (gpu, cpu) in sizes.items():
-        if getattr(args, name) is None:
-            setattr(args, name, cpu if args.cpu else gpu)
+    choose_sizes(args, args.cpu, sizes)
     args.mix = ["fixed"]  # as bench/gpu_step.py names it
     return args
 

@@ -25,6 +25,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from bench.common import step_rows  # noqa: E402
+
 SIBLINGS, IMAGES, STEPS = 2, 4, 2
 COUNTS = "BENCH_COLLECTIVES"  # environment: folder of the counts of each controller
 RUNTIME = "BENCH_RUNTIME"  # environment: ray or local
@@ -112,7 +115,6 @@ def _count() -> None:
 def one_run(folder: Path, data: Path, samples: int, controllers: int, name: str) -> dict[str, float]:
     from gcore.config.load import load_config
     from gcore.driver.supervise import run
-    from gcore.observe.metrics import read_rows
 
     counts = folder / f"counts-{name}"
     counts.mkdir(parents=True)
@@ -121,7 +123,7 @@ def one_run(folder: Path, data: Path, samples: int, controllers: int, name: str)
     file.write_text(json.dumps(recipe(folder, data, samples, controllers, name)))
     config = load_config(file, [])
     run(config)
-    row = [row for row in read_rows(config.run.folder) if "samples_digest" in row][-1]
+    row = step_rows(config.run.folder)[-1]
     return {
         "samples": row["batch/samples"],
         "all": row["controller/media_bytes_all"],

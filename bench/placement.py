@@ -27,7 +27,6 @@ cluster, except for `speed`.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -38,6 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import write_json  # noqa: E402
 from gcore.placement.grid import all_splits  # noqa: E402
 from gcore.simulate.run import SimulatedRun, simulate, static_name  # noqa: E402
 from gcore.simulate.scenario import Scenario, load_scenario  # noqa: E402
@@ -357,8 +357,7 @@ def main() -> None:
     args.steps = args.steps or steps
     args.seeds = args.seeds or (5 if args.table in ("variable", *HARD) else 3)
     rows = table(args)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gpu_engines import SHAPES, write_model
+from bench.common import SHAPES, qwen2_config
+
+
+def write_config(size: str, folder: Path) -> Path:
+    """Only config.json: the weights are made by the processes that use them."""
+    qwen2_config(
+        size, max_position_embeddings=4096, architectures=["Qwen2ForCausalLM"], dtype="bfloat16"
+    ).save_pretrained(folder)
+    return folder
 
 
 def write(size: str, folder: Path) -> None:
@@ -20,7 +28,7 @@ def write(size: str, folder: Path) -> None:
 
     from gcore.prompts.tokenizer import build_char_tokenizer
 
-    config = AutoConfig.from_pretrained(write_model(folder, size))
+    config = AutoConfig.from_pretrained(write_config(size, folder))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         torch.manual_seed(0)

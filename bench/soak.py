@@ -49,9 +49,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BESIDE = re.compile(r"gcore: \S+/(trace\.json|reward\.png|report\.html) is not written ")  # no cause of an end
 sys.path.insert(0, str(ROOT))
 
+from bench.common import markdown, merged, step_rows, write_json  # noqa: E402
 from bench.soak_run import Run, anonymous_mb, damaged_files, left_in_memory, signalled, theil_sen  # noqa: E402
 from gcore.observe.events import read_events  # noqa: E402
-from gcore.observe.metrics import read_rows  # noqa: E402
 from gcore.observe.samples import read_samples  # noqa: E402
 
 WHOLE_S = 1800.0  # of all experiments; `--seconds` scales them
@@ -108,17 +108,6 @@ def device(step_s: float) -> dict[str, Any]:
 
 def trainer(seconds_per_token: float) -> dict[str, Any]:
     return {"backend": "emulated", "emulated": {"seconds_per_token": seconds_per_token}, "warm_start": None}
-
-
-def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    both = {
-        key: merged(tree[key], changes[key]) for key in tree.keys() & changes.keys() if _are_trees(tree, changes, key)
-    }
-    return {**tree, **changes, **both}
-
-
-def _are_trees(tree: Mapping[str, Any], changes: Mapping[str, Any], key: str) -> bool:
-    return isinstance(tree[key], dict) and isinstance(changes[key], dict)
 
 
 COMPUTED = {  # a small policy learns sums, as in recipes/quickstart.yaml
@@ -320,10 +309,6 @@ def scorer(folder: Path) -> Path:
         load_scorer(model, 0, torch.float32, cpu, tokenizer=tokenizer, new_head=True).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
-
-
-def step_rows(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in read_rows(folder) if "samples_digest" in row]
 
 
 def compared(row: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
@@ -621,17 +606,17 @@ def growth_table(scene: Scene, points: Mapping[tuple[str, int], list[tuple[int, 
             series[f"{name} ({len(of_name)} processes)"] = joined
         else:
             scene.notes.append(f"too short-lived to be judged: {name}")
-    lines = ["| process | MB after a third | MB at the end | MB per 1,000 steps |", "|---|---|---|---|"]
+    lines = []
     for label, found in series.items():
         slope = 1000 * theil_sen(*zip(*found, strict=True))
-        lines.append(f"| {label} | {found[0][1]:.1f} | {found[-1][1]:.1f} | {slope:+.2f} |")
+        lines.append([label, f"{found[0][1]:.1f}", f"{found[-1][1]:.1f}", f"{slope:+.2f}"])
         if slope > GROWTH_MB and steps >= GROWTH_STEPS:
             scene.problem(f"{label} grows by {slope:.2f} MB per 1,000 steps, the limit is {GROWTH_MB:g}")
     if not series:
         scene.problem("no process was there long enough")
     if steps < GROWTH_STEPS:
         scene.notes.append(f"growth is not judged below {GROWTH_STEPS:,} steps")
-    return "\n".join(lines)
+    return markdown(["process", "MB after a third", "MB at the end", "MB per 1,000 steps"], lines)
 
 
 def _later(found: list[tuple[int, float]], steps: int) -> list[tuple[int, float]]:
@@ -730,8 +715,7 @@ def main() -> int:
     print(f"\n{seconds:.0f} s, {problems} problems")
     if args.markdown:
         print(table(results))
-    if args.json:
-        args.json.write_text(json.dumps({"seconds": round(seconds), "experiments": results}, indent=1))
+    write_json(args.json, {"seconds": round(seconds), "experiments": results})
     if not problems and not args.keep:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if problems else 0
@@ -760,12 +744,13 @@ def show(result: Mapping[str, Any], scene: Scene) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = ["| experiment | what is broken | faults | result | time |", "|---|---|---|---|---|"]
+    lines = []
     for result in results:
         faults = ", ".join(f"{what} {times}" for what, times in result["faults"].items())
         outcome = "; ".join([*(result["problems"] or ["as promised"]), *result["notes"]])
-        lines.append(f"| `{result['name']}` | {result['breaks']} | {faults} | {outcome} | {result['seconds']} s |")
-    return "\n".join([*lines, *(f"\n{text}" for result in results for text in result["tables"])])
+        lines.append([f"`{result['name']}`", result["breaks"], faults, outcome, f"{result['seconds']} s"])
+    summary = markdown(["experiment", "what is broken", "faults", "result", "time"], lines)
+    return "\n".join([summary, *(f"\n{text}" for result in results for text in result["tables"])])
 
 
 if __name__ == "__main__":

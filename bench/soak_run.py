@@ -230,3 +230,7 @@ def left_in_memory(folder: Path) -> list[str]:
     """Checkpoints in shared memory that belong to runs in this folder."""
     owners = memory.SHARED_MEMORY.glob(f"{memory.PREFIX}*/{memory.OWNER}")
     return [owner.parent.name for owner in owners if str(folder) in owner.read_text()]
+
+
+if __name__ == "__main__":  # a part of other benches
+    print(__doc__)

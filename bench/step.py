@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import free_address, some_of, step_rows, write_json  # noqa: E402
+from bench.trl_steps import grpo_config  # noqa: E402
+from gcore.launch.machines import detect_machine  # noqa: E402
+
 MODELS = {
     "quickstart": {"hidden_size": 128, "intermediate_size": 512, "layers": 2, "heads": 4, "kv_heads": 4},
     "0.9M": {"hidden_size": 128, "intermediate_size": 384, "layers": 4, "heads": 4, "kv_heads": 4},
@@ -50,6 +53,7 @@ SUMS = {"operations": ["+"], "min": 10, "max": 99, "eval_size": 0}  # all prompt
 PROMPT_LENGTH = 7
 LR, BETAS = 1e-4, (0.9, 0.95)
 SKIP = 3
+CORES = detect_machine().cores
 CONTENDERS = ("gcore ray", "gcore local", "trl", "trl passive", "trl ranks")
 
 
@@ -75,7 +79,6 @@ def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
     from gcore.config.load import validate
     from gcore.config.tree import Config
     from gcore.driver.supervise import run
-    from gcore.observe.metrics import read_rows
 
     here = str(Path(__file__).resolve())
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +97,7 @@ def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
         }
         run(validate(tree, "bench/step.py", Config))
         config_folder = Path(folder) / "step"
-        rows = [row for row in read_rows(config_folder) if "samples_digest" in row]
+        rows = step_rows(config_folder)
         trace = json.loads((config_folder / "trace.json").read_text())["traceEvents"]
     first = next(e["pid"] for e in trace if e["name"] == "process_name" and e["args"]["name"] == "controller-0")
     spans = [e for e in trace if e["pid"] == first and e["name"] == "step" and e["ph"] == "X"]
@@ -112,7 +115,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from gcore.config.base import BuildModel, Model
     from gcore.launch.build import quiet
@@ -122,7 +125,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
 
     quiet()
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    torch.set_num_threads(cores() // world)
+    torch.set_num_threads(CORES // world)
     model = Model(build=BuildModel(**build_of(args)))
     tokenizer = load_tokenizer(model)
     network = load_model(model, tokenizer, 0, torch.float32, torch.device("cpu"))
@@ -180,29 +183,16 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
             processing_class=tokenizer,
             reward_funcs=reward,
             train_dataset=prompts,
-            args=GRPOConfig(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=False,
+            args=grpo_config(
+                folder,
+                True,
+                LR,
+                BETAS,
                 gradient_checkpointing=False,
                 per_device_train_batch_size=args.prompts * args.siblings // world,
                 num_generations=args.siblings,
                 max_completion_length=args.tokens,
-                temperature=1.0,
-                beta=0.0,
-                num_iterations=1,
                 max_steps=args.steps,
-                learning_rate=LR,
-                lr_scheduler_type="constant",
-                adam_beta1=BETAS[0],
-                adam_beta2=BETAS[1],
-                weight_decay=0.0,
-                max_grad_norm=1.0,
-                optim="adamw_torch_fused",
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
             ),
             callbacks=[Ends()],
         )
@@ -216,17 +206,13 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
 # ---- the experiment --------------------------------------------------------------------------------------------------
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def main() -> None:
     args = parse()
     if args.worker:
         kind, _, detail = args.worker.partition(" ")
         result = run_gcore(detail, args) if kind == "gcore" else run_trl(args)
         if os.environ.get("RANK", "0") == "0":
-            Path(args.json).write_text(json.dumps(result))
+            write_json(args.json, result)
         return
     contenders = args.only
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
@@ -236,9 +222,7 @@ def main() -> None:
             runs[name].append(one_run(name, args))
     summary = {name: summarise(found) for name, found in runs.items()}
     show(summary, args)
-    if args.json:
-        record = {"cores": cores(), "settings": vars(args), "summary": summary, "runs": runs}
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    write_json(args.json, {"cores": CORES, "settings": vars(args), "summary": summary, "runs": runs})
 
 
 def one_run(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -248,9 +232,10 @@ def one_run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         environment["OMP_WAIT_POLICY"] = "passive"
     environments = [environment]
     if name == "trl ranks":
-        environment |= {"WORLD_SIZE": str(cores()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        host, _, port = free_address().rpartition(":")
+        environment |= {"WORLD_SIZE": str(CORES), "MASTER_ADDR": host, "MASTER_PORT": port}
         environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        environments = [{**environment, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(cores())]
+        environments = [{**environment, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(CORES)]
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--worker", name, "--json", str(target)]
@@ -272,13 +257,6 @@ def one_run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [step for run in runs for step in run["steps"]]
     stages = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
@@ -294,7 +272,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def show(summary: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
     ends = "all of" if args.ends == "never" else "ending by eos, at most"
-    print(f"{args.model} model, {args.prompts} prompts x {args.siblings} {ends} {args.tokens} tokens, {cores()} cores")
+    print(f"{args.model} model, {args.prompts} prompts x {args.siblings} {ends} {args.tokens} tokens, {CORES} cores")
     stages = ("generation", "rewarding", "preparation", "training", "weights")
     head = f"{'':13}{'tokens':>7}{'median s':>9}{'best run':>9}{'best step':>10}  "
     head += "".join(f"{stage:>12}" for stage in stages)
@@ -311,12 +289,6 @@ def show(summary: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
         print(f"steps/s of {ours} over {', '.join(ratios)}")
 
 
-def names(text: str) -> list[str]:
-    if unknown := sorted(set(text.split(",")) - set(CONTENDERS)):
-        raise argparse.ArgumentTypeError(f"{unknown}: expected some of {', '.join(CONTENDERS)}")
-    return text.split(",")
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", help="write the numbers to this file")
@@ -328,7 +300,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="quickstart")
     parser.add_argument("--ends", choices=("model", "never"), default="model")
     parser.add_argument("--controllers", type=int, default=2)
-    parser.add_argument("--only", type=names, default=list(CONTENDERS), help=f"some of: {','.join(CONTENDERS)}")
+    parser.add_argument(
+        "--only", type=some_of(CONTENDERS), default=list(CONTENDERS), help=f"some of: {','.join(CONTENDERS)}"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -27,8 +27,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import math
 import statistics
 import sys
 from dataclasses import replace
@@ -38,15 +36,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import write_json  # noqa: E402
 from bench.virtual_loop import VirtualLoop  # noqa: E402
-from bench.workflow import ALPHABET, make_collector, make_config, make_source  # noqa: E402
-from gcore.cost.replica_speed import ReplicaSpeed  # noqa: E402
-from gcore.emulate.engine import EmulatedEngine, log_normal  # noqa: E402
+from bench.workflow import (  # noqa: E402
+    ALPHABET,
+    emulated_engines,
+    make_collector,
+    make_config,
+    make_source,
+    median_of,
+)
+from gcore.emulate.engine import log_normal  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 
 VARIANTS = ("streaming", "staged, split", "staged, all")
 CONTROLLERS = 2
-DIGITS = range(4, 14)  # of the tokenizer: a verdict can always be parsed
 
 
 class BusyIntervals:
@@ -81,12 +85,12 @@ def overlap(one: list[tuple[float, float]], other: list[tuple[float, float]]) ->
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
 
 
-def make_engines(
+def make_role(
     role: str, num: int, mean: float, sigma: float, args: argparse.Namespace
 ) -> tuple[list[Watched], BusyIntervals]:
-    busy, median = BusyIntervals(), mean / math.exp(sigma**2 / 2)
-    speed = ReplicaSpeed(args.base_s, args.per_sequence_s, args.prefill_s_per_token, args.slots, 0.0, 0.0, 0.0)
-    engines = [EmulatedEngine(speed, lengths=log_normal(median, sigma), tokens=DIGITS) for _ in range(num)]
+    """They sample digits, so that a verdict can always be parsed."""
+    busy, lengths = BusyIntervals(), log_normal(median_of(mean, sigma), sigma)
+    engines = emulated_engines(num, lengths, args, args.prefill_s_per_token)
     return [Watched(f"{role}-{i}", engine, busy) for i, engine in enumerate(engines)], busy
 
 
@@ -136,8 +140,8 @@ async def rollout(
 
     config, part = config_of(seed, args), args.policy_devices or args.devices // 2
     parts = (args.devices, args.devices) if variant == "staged, all" else (part, args.devices - part)
-    policies, policy_busy = make_engines("engine", parts[0], args.policy_tokens, sigma, args)
-    judges, judge_busy = make_engines("judge", parts[1], judge_tokens, sigma, args)
+    policies, policy_busy = make_role("engine", parts[0], args.policy_tokens, sigma, args)
+    judges, judge_busy = make_role("judge", parts[1], judge_tokens, sigma, args)
     tokenizer, hub, workflow = load_tokenizer(config.model), Hub(CONTROLLERS), make_workflow(variant, args)
     plan = replace(make_plan(config, Machine(2, 0)), controllers=CONTROLLERS, reward_workers=0, role_nodes={})
     collectors = []
@@ -189,9 +193,7 @@ def main() -> None:
             runs += found
     results = [summary(variant, judge, sigma, runs) for judge, sigma in cases for variant in VARIANTS]
     show(results, args)
-    if args.json:
-        record = {"settings": vars(args), "results": results, "runs": runs}
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    write_json(args.json, {"settings": vars(args), "results": results, "runs": runs})
 
 
 def summary(variant: str, judge: float, sigma: float, runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -30,8 +30,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -41,10 +39,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import write_json  # noqa: E402
 from bench.virtual_loop import VirtualLoop  # noqa: E402
-from bench.workflow import HERE, make_collector, make_config, make_source  # noqa: E402
-from gcore.cost.replica_speed import ReplicaSpeed  # noqa: E402
-from gcore.emulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
+from bench.workflow import (  # noqa: E402
+    HERE,
+    cut_mean,
+    emulated_engines,
+    make_collector,
+    make_config,
+    make_source,
+    median_of,
+)
+from gcore.emulate.engine import log_normal, unseeded  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 
@@ -115,10 +121,9 @@ class Team:
         self.args, self.alone, self.times = args, variant == "quotas", list[float]()
         self.strict, self.keeps = variant == "strict", variant == "free, keep"
         self.target = args.groups // CONTROLLERS if self.alone else args.groups
-        median = args.tokens / math.exp(sigma**2 / 2)
-        speed = ReplicaSpeed(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
-        lengths = unseeded(log_normal(median, sigma))  # as on GPUs: a repeated request has new noise
-        self.engines = [EmulatedEngine(speed, lengths=lengths, tokens=range(4, 14)) for _ in range(args.engines)]
+        # as on GPUs: a repeated request has new noise
+        lengths = unseeded(log_normal(median_of(args.tokens, sigma), sigma))
+        self.engines = emulated_engines(args.engines, lengths, args)
         handles = [Timed(f"engine-{i}", engine, self.times) for i, engine in enumerate(self.engines)]
         sampling = {"prompts_per_step": self.target, "filter": "spread", **VARIANTS[variant]}
         hub = Hub(CONTROLLERS)
@@ -211,15 +216,6 @@ async def run(variant: str, sigma: float, seed: int, args: argparse.Namespace) -
     }
 
 
-def population_mean(sigma: float, args: argparse.Namespace) -> float:
-    """Mean length of the distribution, cut at --most-tokens."""
-    normal, median = statistics.NormalDist(), args.tokens / math.exp(sigma**2 / 2)
-    if not sigma:
-        return min(args.tokens, args.most_tokens)
-    cut = math.log(args.most_tokens / median) / sigma
-    return args.tokens * normal.cdf(cut - sigma) + args.most_tokens * (1 - normal.cdf(cut))
-
-
 def main() -> None:
     from gcore.launch.build import quiet
 
@@ -234,9 +230,7 @@ def main() -> None:
                     runs.append(runner.run(run(variant, sigma, seed, args)))
     results = [summary(variant, sigma, runs, args) for sigma in args.sigma for variant in VARIANTS]
     show(results, args)
-    if args.json:
-        record = {"settings": vars(args), "results": results, "runs": runs}
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    write_json(args.json, {"settings": vars(args), "results": results, "runs": runs})
 
 
 def summary(variant: str, sigma: float, runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
@@ -253,7 +247,7 @@ def summary(variant: str, sigma: float, runs: list[dict[str, Any]], args: argpar
         "trained": total["trained"] / total["generated"],
         "dropped": total["dropped"] / total["generated"],
         "thrown_away": 1 - (total["trained"] + total["dropped"]) / total["generated"],
-        "length": statistics.mean(run["per_sample"] for run in own) / population_mean(sigma, args),
+        "length": statistics.mean(run["per_sample"] for run in own) / cut_mean(args.tokens, sigma, args.most_tokens),
     }
 
 

@@ -20,6 +20,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.worker import save, started_at
 
 
+def grpo_config(folder: str, cpu: bool, lr: float, betas: tuple[float, float], **own: Any) -> Any:
+    """Of GRPOTrainer: what all benches set. `own`: the sizes of the work, and how it generates."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=cpu,
+        bf16=not cpu,
+        temperature=1.0,
+        beta=0.0,
+        num_iterations=1,
+        learning_rate=lr,
+        lr_scheduler_type="constant",
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **own,
+    )
+
+
 class TrlSteps:
     """`about`: number of a step, from 0 -> what is known of it beside its seconds, when it ends."""
 

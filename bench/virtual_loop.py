@@ -44,3 +44,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         if not ready and timeout > 0:
             self._loop.jump(timeout)
         return ready
+
+
+if __name__ == "__main__":  # a part of other benches
+    print(__doc__)

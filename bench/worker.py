@@ -8,6 +8,7 @@ had not saved, and the GPU is free again for the next one.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -27,6 +28,16 @@ TARGET = "BENCH_TARGET"  # environment: where `save` writes
 LOG_LINES = 25  # of a failed worker, printed
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _failed: list[str] = []  # workers that did not end well
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What benches with workers have."""
+    parser.add_argument("--limit", type=float, default=240, help="seconds per part; default %(default)s")
+    parser.add_argument("--folder", type=Path, help="of the model; by default it is made in --work")
+    parser.add_argument("--work", type=Path, help="folder of logs and of the model; by default a temporary one")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
 
 
 def run_worker(

@@ -27,7 +27,7 @@ import asyncio
 import concurrent.futures
 import cProfile
 import gc
-import json
+import math
 import multiprocessing
 import os
 import pstats
@@ -40,6 +40,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from bench.common import write_json  # noqa: E402
 
 ALPHABET = "0123456789+="
 HERE = str(Path(__file__).resolve())
@@ -115,6 +117,31 @@ def make_collector(
     modality = TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer))
     shared = SharedContext(config, pool, rewarder, modality)
     return Collector(workflow, shared, group, config.sampling, keep, lambda _: None, source, version)
+
+
+def median_of(mean: float, sigma: float) -> float:
+    """Of log-normal lengths."""
+    return mean / math.exp(sigma**2 / 2)
+
+
+def cut_mean(mean: float, sigma: float, most: int) -> float:
+    """Mean of log-normal lengths that are cut at `most`. `mean`: before the cut."""
+    if not sigma:
+        return min(mean, most)
+    normal = statistics.NormalDist()
+    cut = math.log(most / median_of(mean, sigma)) / sigma
+    return mean * normal.cdf(cut - sigma) + most * (1 - normal.cdf(cut))
+
+
+def emulated_engines(number: int, lengths: Any, args: argparse.Namespace, prefill_s: float = 0.0) -> list[Any]:
+    """Emulated ones. A decoding step takes --base-s, and --per-sequence-s per running request, at most --slots. They
+    sample digits."""
+    from gcore.cost.replica_speed import ReplicaSpeed
+    from gcore.emulate.engine import EmulatedEngine
+
+    cost = args.base_s, args.per_sequence_s, prefill_s
+    speed = ReplicaSpeed(*cost, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
+    return [EmulatedEngine(speed, lengths=lengths, tokens=range(4, 14)) for _ in range(number)]
 
 
 # ---- one row, in a separate process ----------------------------------------------------------------------------------
@@ -288,9 +315,7 @@ def main() -> None:
         numbers = [name for name in own[0] if name != "variant"]
         results.append({"variant": variant, **{name: statistics.median(row[name] for row in own) for name in numbers}})
     show(results, args)
-    if args.json:
-        record = {"settings": vars(args), "results": results, "rounds": rounds}
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    write_json(args.json, {"settings": vars(args), "results": results, "rounds": rounds})
 
 
 def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:

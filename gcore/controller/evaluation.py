@@ -40,53 +40,53 @@ class Evaluator:
     """`held_out`: prompts by name of the evaluation set; without any, evaluations do nothing."""
 
     def __init__(self, services: Services, held_out: Mapping[str, PromptSource]) -> None:
-        self._config, self._group, self._status = services.config, services.controllers, services.status
-        self._workflow, self._placement = services.workflow, services.placement
-        self._contexts = services.eval_contexts()
-        self._recorder, self._held_out = services.recorder, held_out
-        self._dispatcher, self._given = services.dispatcher, services.sample_context()
+        self._services, self._held_out = services, held_out
+        self._contexts, self._stored_context = services.eval_contexts(), services.sample_context()
         self._evaluated: tuple[int, dict[str, Any]] = 0, {}  # the step of the last call, and its row
 
     async def evaluate_if_due(self, step: int, last: bool = False) -> float | None:
         """The value of checkpoint.best_metric, if there was an evaluation. `last`: of the run; a second call for the
         same step, if the user ended the run after the first."""
-        every, is_last = self._config.observe.eval_every, last or step == self._config.run.total_steps
+        config = self._services.config
+        every, is_last = config.observe.eval_every, last or step == config.run.total_steps
         if self._evaluated[0] != step:
             due = is_last or (every and step % every == 0)
             self._evaluated = (step, await self.evaluate(step)) if due else (0, {})
-        return self._evaluated[1].get(self._config.checkpoint.best_metric)
+        return self._evaluated[1].get(config.checkpoint.best_metric)
 
     async def evaluate(self, step: int) -> dict[str, Any]:
         """The row of metrics. `step`: the last completed step."""
         if not self._held_out:
             return {}
-        with self._status.timed("eval", step):
-            size, rank = self._group.size, self._group.rank
+        services = self._services
+        with services.status.timed("eval", step):
+            size, rank = services.controllers.size, services.controllers.rank
             prompts = {
                 name: [source.at(i) for i in range(rank, len(source), size)] for name, source in self._held_out.items()
             }
-            evaluate = self._stored if self._config.trains_on_answers("eval") else self._generated
+            evaluate = self._stored if services.config.trains_on_answers("eval") else self._generated
             sets, groups = await evaluate(step, prompts)
-        row = {**rows_of(sets), "timing_s/eval": self._status.take_seconds("eval")}
-        self._recorder.record_evaluation(step, row, groups)
+        row = {**rows_of(sets), "timing_s/eval": services.status.take_seconds("eval")}
+        services.recorder.record_evaluation(step, row, groups)
         return row
 
     async def _generated(self, step: int, prompts: Prompts) -> tuple[dict[str, Row], dict[str, Groups]]:
         """The metrics of each set, and the groups of this controller. All sets and attempts run at the same time."""
-        evaluation, accuracy = self._config.evaluation, self._config.rewards.accuracy_name
+        services = self._services
+        evaluation, accuracy = services.config.evaluation, services.config.rewards.accuracy_name
         num_prompts, done = sum(map(len, prompts.values())), 0
 
         def report(_: str) -> None:
             nonlocal done
             done += 1
-            self._status.report(f"{done}/{num_prompts * len(self._contexts)} prompts")
+            services.status.report(f"{done}/{num_prompts * len(self._contexts)} prompts")
 
         jobs = [(name, shared) for name in prompts for shared in self._contexts]
         # For placement, all prompts are in progress until the end.
         progress = RolloutProgress(float(num_prompts), 0, 0, num_prompts, 1.0)
-        async with self._placement.during(lambda: progress, step, keep_split=True), task_group() as tasks:
+        async with services.placement.during(lambda: progress, step, keep_split=True), task_group() as tasks:
             answers = [
-                tasks.create_task(answer_all(self._workflow, shared, prompts[name], report)) for name, shared in jobs
+                tasks.create_task(answer_all(services.workflow, shared, prompts[name], report)) for name, shared in jobs
             ]
         by_prompt: dict[str, dict[int, list[Scored]]] = {name: {} for name in prompts}
         failed: Counter[str] = Counter()
@@ -96,18 +96,18 @@ class Evaluator:
                 siblings = by_prompt[name].setdefault(group[0].rollout.prompt.id, [])
                 siblings += [_as_sibling(scored, len(siblings) + i) for i, scored in enumerate(group)]
         groups = {name: [numbered[i] for i in sorted(numbered)] for name, numbered in by_prompt.items()}
-        own = {name: (sums_of(groups[name], accuracy, evaluation), failed[name]) for name in prompts}
-        parts = await self._group.all_gather("evaluation", own)
+        sums = {name: (sums_of(groups[name], accuracy, evaluation), failed[name]) for name in prompts}
+        parts = await services.controllers.all_gather("evaluation", sums)
         return {name: _set_row([part[name] for part in parts], evaluation) for name in prompts}, groups
 
     async def _stored(self, step: int, prompts: Prompts) -> tuple[dict[str, Row], dict[str, Groups]]:
         """The objective of the held-out answers, computed by the trainer: nothing is generated."""
-        sets, groups = dict[str, Row](), dict[str, Groups]()
-        for name, own in prompts.items():
-            collected = await answer_all(stored_answers, self._given, own, self._status.report)
+        services, sets, groups = self._services, dict[str, Row](), dict[str, Groups]()
+        for name, of_set in prompts.items():
+            collected = await answer_all(stored_answers, self._stored_context, of_set, services.status.report)
             samples = [to_sample(s) for group in collected.groups for s in group]
-            metas, batches = await self._dispatcher.dispatch_samples(step, samples, self._config.objective)
-            metrics = await self._dispatcher.evaluate(batches) if batches else {}
+            metas, batches = await services.dispatcher.dispatch_samples(step, samples, services.config.objective)
+            metrics = await services.dispatcher.evaluate(batches) if batches else {}
             values = {metric.partition("/")[2]: value.value for metric, value in metrics.items()}
             sets[name] = {**values, "prompts": len({meta.prompt_id for meta in metas})}
             groups[name] = collected.groups
@@ -131,7 +131,6 @@ async def answer_all(
     async with task_group() as tasks:
         for prompt in prompts:
             tasks.create_task(one(prompt))
-    collected.stage_s = shared.clock.take()
     collected.groups = [results[prompt.id] for prompt in prompts if prompt.id in results]
     return collected
 

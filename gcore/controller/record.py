@@ -40,41 +40,36 @@ class Recorder:
     def __init__(
         self, services: Services, writer: MetricsWriter | None = None, samples: SampleLog | None = None
     ) -> None:
-        self._config, self._group = services.config, services.controllers
-        self._status = services.status
-        self._pool, self._rewarder = services.pool, services.rewarder
-        self._dispatcher, self._placement = services.dispatcher, services.placement
-        self._kind = services.kind
-        self._writer, self._samples = writer, samples
+        self._services, self._writer, self._samples = services, writer, samples
         self.last_row: Row = {}  # of the last step, with its evaluation
 
     async def record_step(
         self, step: int, collected: Collected, metas: Sequence[SampleMeta], rank_stats: Sequence[UpdateStats]
     ) -> None:
         """Call at the end of a step. `metas`: of all samples of the step; `rank_stats`: of each trainer rank."""
+        services, config, status = self._services, self._services.config, self._services.status
         stages = {stage: collected.stage_s.get(stage, 0.0) for stage in ("generation", "rewarding")}
-        aborted = self._pool.take_aborted()
-        if self._config.sampling.strict:
+        aborted = services.pool.take_aborted()
+        if config.sampling.strict:
             aborted = 0, 0  # aborted prompts come after the last one of the step: they could not have been trained on
         sums = {
-            **local_sums(collected, step - 1, aborted),
-            **overlong_sum(collected, self._config),
-            "counts": self._rewarder.take_counts(),
+            **local_sums(collected, config, step - 1, aborted),
+            "counts": services.rewarder.take_counts(),
             "links": self._take_links(),
-            "media": self._kind.take_media_bytes(),
-            "times": {**self._status.take_all_seconds(), **stages},
+            "media": services.kind.take_media_bytes(),
+            "times": {**status.take_all_seconds(), **stages},
         }
-        gathered = await self._group.all_gather(f"metrics of step {step}", sums)
+        gathered = await services.controllers.all_gather(f"metrics of step {step}", sums)
         times = {name: max(part["times"].get(name, 0.0) for part in gathered) for name in sums["times"]}
         tokens = sum(part["tokens"] for part in gathered)
         self.write(
             {
                 "step": step,
-                **(offline_row if self._config.is_offline else rollout_row)(gathered, metas),
+                **(offline_row if config.is_offline else rollout_row)(gathered, metas),
                 **actor_row(rank_stats),
-                **(self._dispatcher.balance_metrics if rank_stats else {}),
-                **self._placement.row(),
-                **self._status.take_metrics(),
+                **(services.dispatcher.balance_metrics if rank_stats else {}),
+                **services.placement.row(),
+                **status.take_metrics(),
                 **collected.measured,
                 "perf/tokens_per_s": tokens / times["step"],
                 **link_row(part["links"] for part in gathered),
@@ -85,14 +80,15 @@ class Recorder:
         )
         if self._samples is not None:
             self._samples.write(step, {meta.prompt_id for meta in metas}, collected.groups)
-        self._status.tracer.flush()
-        if self._config.checkpoint.on_failure == "stop" and (unwritten := problem(self._config.run.folder)):
+        status.tracer.flush()
+        if config.checkpoint.on_failure == "stop" and (unwritten := problem(config.run.folder)):
             raise UserError(f"{unwritten}; free some space, then run.resume=auto (checkpoint.on_failure=stop)")
-        self._status.finished(step)
+        status.finished(step)
 
     def _take_links(self) -> Counter[tuple[Link, Reach]]:
-        pools = [pool for pool in (self._pool, *self._rewarder.pools) if isinstance(pool, EnginePool)]
-        return sum((pool.links.take() for pool in pools), self._dispatcher.take_links())
+        services = self._services
+        pools = [pool for pool in (services.pool, *services.rewarder.pools) if isinstance(pool, EnginePool)]
+        return sum((pool.links.take() for pool in pools), services.dispatcher.take_links())
 
     def record_evaluation(self, step: int, row: Row, groups: Mapping[str, Sequence[Sequence[Scored]]]) -> None:
         """`groups`: by name of the evaluation set."""
@@ -103,14 +99,14 @@ class Recorder:
 
     def write(self, row: Row) -> None:
         self.last_row = {**self.last_row, **row} if row["step"] == self.last_row.get("step") else row
-        self._status.add_row(row)
+        self._services.status.add_row(row)
         if self._writer is not None:
             self._writer.log(row)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        self._status.tracer.flush()
+        self._services.status.tracer.flush()
 
 
 def media_row(num_bytes: Sequence[int]) -> Row:
@@ -125,7 +121,7 @@ def exact_sum(values: Iterable[float]) -> Fraction:
     return sum(map(Fraction, values), Fraction(0))
 
 
-def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> dict[str, Any]:
+def local_sums(collected: Collected, config: Config, version: int, aborted: tuple[int, int]) -> dict[str, Any]:
     """Sums over the samples of one controller. Sums add up over controllers; `max_*` are maxima.
 
     `version`: the policy that was trained; the age of a sample is relative to it. `aborted`: tokens and number of
@@ -138,6 +134,10 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
     for s in scored:
         for name, value in s.parts.items():
             parts.setdefault(name, []).append(value)
+    penalties: dict[str, Fraction] = {}
+    if (overlong := config.algorithm.overlong).buffer:
+        longest = config.generation.max_response_length
+        penalties["overlong"] = exact_sum(overlong_penalty(length, overlong, longest) for length in lengths)
     return {
         "samples": len(scored),
         "groups": len(collected.groups),
@@ -159,16 +159,8 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "max_age": max((version - s.rollout.version for s in scored), default=0),
         "parts": {name: (exact_sum(values), len(values)) for name, values in parts.items()},
         "peak_rss_mb": peak_rss_mb(),
+        **penalties,
     }
-
-
-def overlong_sum(collected: Collected, config: Config) -> dict[str, Fraction]:
-    """Sum of the overlong penalties, if algorithm.overlong.buffer is set."""
-    overlong, longest = config.algorithm.overlong, config.generation.max_response_length
-    if not overlong.buffer:
-        return {}
-    lengths = [scored.rollout.num_steps for group in collected.groups for scored in group]
-    return {"overlong": exact_sum(overlong_penalty(length, overlong, longest) for length in lengths)}
 
 
 def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:

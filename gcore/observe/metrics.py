@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gcore.observe.files import LineFile, keep_lines, tell, told, whole_lines
@@ -33,7 +32,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, observe: Observe, run_name: str, config: dict[str, Any]):
         with told(folder / FILE):
             folder.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(folder / FILE)
+            keep_lines(folder / FILE, lambda row: True)  # without a last line that was cut off: no row continues it
         past = [step_of(row) for row in read_rows(folder) if kind(row) != "warm_start"]
         self._file = LineFile(folder / FILE)
         self._trackers: list[Tracker] = []
@@ -52,21 +51,14 @@ class MetricsWriter:
                 tell(f"{tracker.name} failed at step {row.get('step')} and is disabled: {error!r}")
                 self._trackers.remove(tracker)
 
-    def close(self, ok: bool = True) -> None:
-        """`ok=False` marks the run as failed in trackers that support it."""
+    def close(self) -> None:
         self._file.append([])  # what still waits
         for tracker in self._trackers:
             try:
-                tracker.close(ok)
+                tracker.close()
             except Exception as error:
                 log.warning("%s could not be closed: %r", tracker.name, error)
         self._trackers = []
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close(ok=error is None)
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -89,9 +81,3 @@ def rewind(folder: Path, step: int, warm_start: int | None = None) -> int:
         return kind(row) == "warm_start" or step_of(row) <= step
 
     return keep_lines(folder / FILE, stays)
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Drops an incomplete last line, so that the next row does not continue it."""
-    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        keep_lines(path, lambda row: True)

@@ -13,15 +13,20 @@ from gcore.observe.files import replacing
 from gcore.observe.metrics import read_rows
 from gcore.observe.values import Row, count, duration, held_out_name, kind, number, numbers, stage_times, step_of
 
+FILES = {
+    "report": "report.html",
+    "samples": "samples.html",
+    "reward curve": "reward.png",
+    "timeline": "trace.json",
+    "TensorBoard": "tensorboard",
+}
 Ends = tuple[float, ...]  # first and last value; one entry if there is only one value
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary(name="run", steps=150, samples=9600, accuracy=(0.12, 0.81), reward=(0.1, 0.9), total_s=171.0, ...)"""
+    """Summary(steps=150, samples=9600, accuracy=(0.12, 0.81), reward=(0.1, 0.9), total_s=171.0, ...)"""
 
-    name: str
-    folder: Path
     steps: int
     samples: int | None
     accuracy: Ends | None
@@ -32,18 +37,6 @@ class Summary:
     tokens_per_s: float | None
     peak_memory_gb: float | None
     peak_rss_mb: float | None
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """The output files that exist."""
-        named = {
-            "report": "report.html",
-            "samples": "samples.html",
-            "reward curve": "reward.png",
-            "timeline": "trace.json",
-            "TensorBoard": "tensorboard",
-        }
-        return {name: path for name, file in named.items() if (path := self.folder / file).exists()}
 
 
 def summarize(folder: Path) -> Summary:
@@ -56,8 +49,6 @@ def summarize(folder: Path) -> Summary:
             stages[stage] = stages.get(stage, 0.0) + seconds
     samples = numbers(rl, "batch/samples")
     return Summary(
-        name=folder.resolve().name,
-        folder=folder,
         steps=max((step_of(row) for row in rl), default=0),
         samples=round(sum(samples)) if samples else None,
         accuracy=_first_last(rl, "eval/accuracy"),
@@ -78,9 +69,10 @@ def summary_text(folder: Path) -> str:
     if facts.stages:
         by_length = sorted(facts.stages.items(), key=lambda item: -item[1])
         lines.append(("time by stage", ", ".join(f"{stage} {duration(s)}" for stage, s in by_length)))
-    lines += [("run", str(facts.folder)), *((name, str(path)) for name, path in facts.files.items())]
+    files = [(name, folder / file) for name, file in FILES.items()]
+    lines += [("run", str(folder)), *((name, str(path)) for name, path in files if path.exists())]
     wide = max(len(name) for name, _ in lines)
-    return "\n".join([f"G-Core: {facts.name}", *(f"  {name:<{wide}}  {value}" for name, value in lines)])
+    return "\n".join([f"G-Core: {folder.resolve().name}", *(f"  {name:<{wide}}  {value}" for name, value in lines)])
 
 
 def plot_reward(folder: Path) -> Path | None:

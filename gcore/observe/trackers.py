@@ -85,7 +85,7 @@ class TensorBoard:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         _write(self._writer(warm_start), Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
-    def close(self, ok: bool) -> None:
+    def close(self) -> None:
         for writer in self._writers.values():
             writer.append([])  # what still waits
 
@@ -108,8 +108,8 @@ class Wandb:
     def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None:
         self._run.log({"step": step, **scalars})
 
-    def close(self, ok: bool) -> None:
-        self._run.finish(exit_code=0 if ok else 1)
+    def close(self) -> None:
+        self._run.finish(exit_code=0)
 
 
 class MLflow:
@@ -132,8 +132,8 @@ class MLflow:
     def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None:
         self._mlflow.log_metrics(dict(scalars), step=step)
 
-    def close(self, ok: bool) -> None:
-        self._mlflow.end_run(status="FINISHED" if ok else "FAILED")
+    def close(self) -> None:
+        self._mlflow.end_run(status="FINISHED")
 
 
 Tracker = TensorBoard | Wandb | MLflow

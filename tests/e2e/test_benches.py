@@ -20,6 +20,7 @@ from bench.hosts import why_not
 ROOT = Path(__file__).parents[2]
 BENCHES = sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
 PARTS = (
+    "common",
     "control_costs",
     "control_planes",
     "control_roles",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -33,7 +34,7 @@ QUIET = Observe(trackers=[])
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> Path:
-    with MetricsWriter(folder, QUIET, "run", {}) as writer:
+    with closing(MetricsWriter(folder, QUIET, "run", {})) as writer:
         for row in rows:
             writer.log(row)
     return folder
@@ -97,7 +98,7 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_has_the_scalars_and_forgets_what_was_rewound(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, Observe(), "run", {}) as writer:
+    with closing(MetricsWriter(tmp_path, Observe(), "run", {})) as writer:
         writer.log({"phase": "warm_start", "step": 7, "warm_start/loss": 2.5})
         writer.log({"step": 1, "reward/mean": 0.25, "actor/kl": math.nan, "samples_digest": "ab"})
         writer.log({"step": 2, "reward/mean": 0.5})
@@ -107,7 +108,7 @@ def test_tensorboard_has_the_scalars_and_forgets_what_was_rewound(tmp_path: Path
     first = next((tmp_path / "tensorboard").glob("events*"))
     first.rename(first.with_name("events.out.tfevents.0000000001.first"))  # files are read in the order of their names
     rewind(tmp_path, 1)
-    with MetricsWriter(tmp_path, Observe(), "run", {}) as writer:
+    with closing(MetricsWriter(tmp_path, Observe(), "run", {})) as writer:
         writer.log({"step": 2, "reward/mean": 0.6})
     assert events(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.25), (2, 0.6)]}
 
@@ -170,7 +171,7 @@ def test_wandb_gets_rows_and_a_resumed_run_goes_on_in_the_same_one(
     wandb = Recorder("wandb", {"init": run})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for _ in range(2):
-        with MetricsWriter(tmp_path, Observe(trackers=["wandb"]), "run", {"lr": 1}) as writer:
+        with closing(MetricsWriter(tmp_path, Observe(trackers=["wandb"]), "run", {"lr": 1})) as writer:
             writer.log({"step": 1, "reward/mean": 0.5, "samples_digest": "ab"})
     assert [call[2]["id"] for call in wandb.calls] == [None, "abc"]
     assert wandb.calls[0][2] | {"id": 0} == {
@@ -189,15 +190,15 @@ def test_mlflow_gets_parameters_once_metrics_and_how_it_ended(tmp_path: Path, mo
     for _ in range(2):
         writer = MetricsWriter(tmp_path, Observe(trackers=["mlflow"]), "run", {"training": {"lr": 1}, "x": None})
         writer.log({"step": 4, "reward/mean": 0.5})
-        writer.close(ok=False)
+        writer.close()
     assert mlflow.calls == [
         ("start_run", (), {"run_name": "run"}),
         ("log_params", ({"training.lr": "1", "x": "None"},), {}),
         ("log_metrics", ({"reward/mean": 0.5},), {"step": 4}),
-        ("end_run", (), {"status": "FAILED"}),
+        ("end_run", (), {"status": "FINISHED"}),
         ("start_run", (), {"run_id": "r1"}),
         ("log_metrics", ({"reward/mean": 0.5},), {"step": 4}),
-        ("end_run", (), {"status": "FAILED"}),
+        ("end_run", (), {"status": "FINISHED"}),
     ]
 
 
@@ -208,7 +209,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_file_goes_on(
     run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
     mlflow = Recorder("mlflow", {"start_run": run, "log_metrics": OSError("server is gone")})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    with MetricsWriter(tmp_path, Observe(trackers=["mlflow"]), "run", {}) as writer:
+    with closing(MetricsWriter(tmp_path, Observe(trackers=["mlflow"]), "run", {})) as writer:
         writer.log({"step": 1, "reward/mean": 0.5})
         writer.log({"step": 2, "reward/mean": 0.5})
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
@@ -476,11 +477,11 @@ def a_run(folder: Path) -> Path:
 
 def test_summary_numbers(tmp_path: Path) -> None:
     facts = summarize(a_run(tmp_path / "sums"))
-    assert (facts.name, facts.steps, facts.samples) == ("sums", 3, 1536)
+    assert (facts.steps, facts.samples) == (3, 1536)
     assert facts.accuracy == (0.125, 0.875) and facts.reward == (0.25, 0.75)
     assert facts.total_s == 58.0
     assert facts.stages == {"warm start": 4.0, "eval": 4.0, "generation": 36.0, "training": 13.0, "other": 1.0}
-    assert facts.tokens_per_s == (1000 * 10 + 2000 * 30) / 40 and facts.peak_memory_gb == 1.5 and facts.files == {}
+    assert facts.tokens_per_s == (1000 * 10 + 2000 * 30) / 40 and facts.peak_memory_gb == 1.5
 
 
 def test_a_mean_reward_is_no_accuracy(tmp_path: Path) -> None:
@@ -492,8 +493,8 @@ def test_a_mean_reward_is_no_accuracy(tmp_path: Path) -> None:
 
 
 def test_summary_text_and_panel(tmp_path: Path) -> None:
-
     folder = a_run(tmp_path / "sums")
+    assert summary_text(folder).splitlines()[-1] == f"  run                {folder}"  # it has no other file
     plot_reward(folder)
     assert summary_text(folder).splitlines() == [
         "G-Core: sums",

@@ -1,0 +1,145 @@
+"""What several benches need: rows of a run, pages with tables, groups of processes, and shapes of models.
+
+A bench adds the repository to `sys.path` before it imports this, because it is also called from other folders.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gcore.config.tree import Config  # noqa: E402
+from gcore.cost.shapes import SHAPES as KNOWN_SHAPES  # noqa: E402
+from gcore.cost.shapes import Shape  # noqa: E402
+from gcore.observe.metrics import read_rows  # noqa: E402
+
+SHAPES = {
+    **{size: KNOWN_SHAPES[size] for size in ("0.5B", "1.5B", "7B")},
+    "small": Shape("small", layers=4, hidden=128, intermediate=256, heads=4, kv_heads=2, head_dim=32, vocab=512),
+    "tiny": Shape(
+        "tiny", layers=2, hidden=64, intermediate=128, heads=2, kv_heads=1, head_dim=32, vocab=512, tied=True
+    ),
+}
+
+
+def step_rows(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of the training steps of a run, so far."""
+    return [row for row in read_rows(folder) if "samples_digest" in row]
+
+
+def merged(*trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of recipes; later trees win."""
+    both: dict[str, Any] = {}
+    for tree in trees:
+        for key, value in tree.items():
+            section = isinstance(value, dict) and isinstance(both.get(key, {}), dict)
+            both[key] = merged(both.get(key, {}), value) if section else value
+    return both
+
+
+# ---- what a bench writes ---------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path | str | None, value: Any) -> None:
+    """`path`: of --json; None: nothing is written."""
+    if path is not None:
+        Path(path).write_text(json.dumps(value, indent=1, default=str) + "\n")
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]], aligned: Sequence[str] = ()) -> str:
+    """A table. `aligned`: "---" or "---:" of each column."""
+    lines = [head, aligned or ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace the part of a page between two marks."""
+    before, rest = page.read_text().split(begin, 1)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end, 1)[1]}")
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def choose_sizes(args: Namespace, is_tiny: bool, sizes: Mapping[str, tuple[Any, Any]]) -> None:
+    """Arguments that were not given. `sizes`: the value of each on a GPU, and in a rehearsal."""
+    for name, values in sizes.items():
+        if getattr(args, name) is None:
+            setattr(args, name, values[is_tiny])
+
+
+def some_of(allowed: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an argument: names, joined by commas."""
+
+    def read(text: str) -> list[str]:
+        if unknown := sorted(set(text.split(",")) - set(allowed)):
+            raise ArgumentTypeError(f"{unknown}: expected some of {', '.join(allowed)}")
+        return text.split(",")
+
+    return read
+
+
+# ---- groups of processes ---------------------------------------------------------------------------------------------
+
+
+def free_address() -> str:
+    """Of this machine, with a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def run_members(member: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    """Call `member(rank, size, address, *args)`, each in a new process. Returns their answers, by rank."""
+    context, address = multiprocessing.get_context("spawn"), free_address()
+    with ProcessPoolExecutor(size, mp_context=context) as processes:
+        calls = [processes.submit(member, rank, size, address, *args) for rank in range(size)]
+        return [call.result() for call in calls]
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def qwen2_config(size: str, **changes: Any) -> Any:
+    """Of transformers. Its weights are made by the processes that use them."""
+    from transformers import Qwen2Config
+
+    shape = SHAPES[size]
+    return Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        **{"tie_word_embeddings": shape.tied, **changes},
+    )
+
+
+def trainer_config(**training: Any) -> Config:
+    """Of a trainer rank that a bench gives its network and its samples."""
+    return Config.model_validate(
+        {
+            "run": {"name": "bench", "steps": 100},
+            "model": {"build": {"alphabet": "0123456789"}},
+            "data": {"train": {"task": "arithmetic"}, "max_prompt_length": 4},
+            "generation": {"max_response_length": 8},
+            "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
+            "sampling": {"prompts_per_step": 4, "samples_per_prompt": 8},
+            "training": training,
+        }
+    )
+
+
+if __name__ == "__main__":  # a part of other benches
+    print(__doc__)
