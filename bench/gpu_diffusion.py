@@ -295,6 +295,7 @@ def run_gcore(args: argparse.Namespace) -> None:
     from gcore.generation.diffusion import DiffusionBackend
     from gcore.protocols import UpdateStats
     from gcore.training.rank import TrainerRank
+    from gcore.training.state import TrainedName
     from gcore.types import TrainBatch
 
     device = device_of(args)
@@ -307,15 +308,15 @@ def run_gcore(args: argparse.Namespace) -> None:
     ]
     for owner, name, part in watched:
         setattr(owner, name, clock.timed(part, getattr(owner, name)))
-    train = TrainerRank._train_policy
+    train = TrainerRank._train
 
-    def measured(self: TrainerRank, batch: TrainBatch) -> UpdateStats:
+    def measured(self: TrainerRank, network: TrainedName, batch: TrainBatch) -> UpdateStats:
         peaks["generating GB"] = max(peaks.get("generating GB", 0.0), peak_gb(device))
-        stats = train(self, batch)
+        stats = train(self, network, batch)
         peaks["training GB"] = max(peaks.get("training GB", 0.0), peak_gb(device))
         return stats
 
-    TrainerRank._train_policy = measured  # type: ignore[method-assign]
+    TrainerRank._train = measured  # type: ignore[method-assign]
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=Path(os.environ[TARGET]).parent))
     recipe = folder / "recipe.yaml"
     recipe.write_text(json.dumps(tree_of(args, folder)))  # JSON is YAML
