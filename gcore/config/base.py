@@ -68,15 +68,6 @@ class Section(BaseModel):
         return self
 
 
-def refuse_value(config: Section, cause: str, key: str, is_excluded: bool, expected: str) -> None:
-    """ValueError if a key has a value that the cause excludes: `objective=reward_model: got training.compile=true`"""
-    if is_excluded:
-        value = reduce(getattr, key.split("."), config)
-        shown = str(value).lower() if isinstance(value, bool) else value
-        got = f"{key}={shown}" if isinstance(value, str | int | float) else key
-        raise ValueError(f"{cause}: got {got}; expected {expected}")
-
-
 class BuildVision(Section):
     hidden_size: PositiveInt = 64
     """Width of the vision tower."""
@@ -313,3 +304,12 @@ class Serving(Section):
                 "expected it with engine=emulated, and only there"
             )
         return self
+
+
+def refuse_value(config: Section, cause: str, key: str, is_excluded: bool, expected: str) -> None:
+    """ValueError if a key has a value that the cause excludes: `objective=reward_model: got training.compile=true`"""
+    if is_excluded:
+        value = reduce(getattr, key.split("."), config)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        got = f"{key}={shown}" if isinstance(value, str | int | float) else key
+        raise ValueError(f"{cause}: got {got}; expected {expected}")

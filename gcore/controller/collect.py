@@ -69,10 +69,6 @@ class StepLedger:
         self._idle, self._due = False, 0
         self.num_passed, self._frontier = 0, None
 
-    def restore(self, kept: dict[int, int]) -> None:
-        """The groups that a checkpoint kept for later steps: prompt -> version."""
-        self.kept = kept
-
     def add(self, report: ProgressReport) -> None:
         """Add the merged report of one exchange. The order in which reports were merged makes no difference."""
         for number in report.withdrawn:
@@ -259,7 +255,8 @@ class Collector:
         least, most = EXCHANGE_INTERVAL_S
         await asyncio.sleep(max(0.0, last_exchange + least - _now()))
         enough = len(self.step_ledger.kept) >= self.step_ledger.target  # kept in earlier steps
-        if not (enough or self.prompts.has_unreported):
+        unreported = self.prompts.unreported
+        if not (enough or unreported.kept or unreported.dropped):
             self._runner.changed.clear()
             try:
                 async with asyncio.timeout(most):
@@ -326,7 +323,7 @@ class Collector:
         if self._sampling.strict and self.prompts.head <= self.step_ledger.frontier():
             return True  # later prompts are already decided, so the step cannot end without this one
         # A group that passed the filter reduces the number still needed; a dropped group does not.
-        unreported = self.prompts.num_unreported_kept / self._least_rate()
+        unreported = len(self.prompts.unreported.kept) / self._least_rate()
         return self.prompts.num_running + unreported < self._target_running
 
     def _least_rate(self) -> float:
@@ -355,7 +352,7 @@ class Collector:
             self._runner.curriculum.restore(state["curriculum"])
         groups = sorted(ready, key=lambda group: group[0].rollout.prompt.id)
         self.prompts.restore(state, groups)
-        self.step_ledger.restore({g[0].rollout.prompt.id: min(s.rollout.version for s in g) for g in groups})
+        self.step_ledger.kept = {g[0].rollout.prompt.id: min(s.rollout.version for s in g) for g in groups}
 
 
 def _ceil_div(a: int, b: int) -> int:

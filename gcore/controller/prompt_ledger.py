@@ -166,7 +166,7 @@ class PromptLedger:
         self._sizes: Counter[type[PromptState]] = Counter()  # prompts in each state
         self._decided: dict[int, Decision] = {}  # since the last step ended
         self._causes: dict[int, str] = {}  # messages of failures that are not yet in a summary
-        self._unreported = ProgressReport()
+        self.unreported = ProgressReport()  # what has changed since the last report
         self._drawn = 0  # in this step, for the first time
         self._pending_before = 0  # when this step began
         # counts from a checkpoint that are not yet in a row of metrics
@@ -196,13 +196,13 @@ class PromptLedger:
         self._move(number, ready)
         tokens = sum(s.rollout.num_steps for s in group)
         self._decided[number] = Decision([s.reward for s in group], tokens, len(group))
-        self._unreported.kept.append((number, ready.version))
+        self.unreported.kept.append((number, ready.version))
 
     def drop(self, number: int, group: list[Scored], reason: str, cause: str | None = None) -> None:
         """Running -> Dropped. `cause`: the error message if the workflow failed and there is no group."""
         self._move(number, Dropped(reason))
         self._decided[number] = Decision([s.reward for s in group])
-        self._unreported.dropped.append((number, reason))
+        self.unreported.dropped.append((number, reason))
         if cause is not None:
             self._causes[number] = cause
 
@@ -214,9 +214,9 @@ class PromptLedger:
         for number in expired:
             self._move(number, Returned())
         self._queue.extend(expired)
-        kept = [entry for entry in self._unreported.kept if entry[0] not in expired]
-        withdrawn = [*self._unreported.withdrawn, *expired]
-        self._unreported = dataclasses.replace(self._unreported, kept=kept, withdrawn=withdrawn)
+        kept = [entry for entry in self.unreported.kept if entry[0] not in expired]
+        withdrawn = [*self.unreported.withdrawn, *expired]
+        self.unreported = dataclasses.replace(self.unreported, kept=kept, withdrawn=withdrawn)
 
     def take(self, chosen: Iterable[int]) -> None:
         """Ready -> Taken, for the `chosen` prompts of this controller."""
@@ -234,7 +234,7 @@ class PromptLedger:
         self._drawn -= len(later)
         # In prompt order, so that the first failure does not depend on timing.
         self._causes = {number: self._causes[number] for number in sorted(self._causes) if number <= last}
-        self._unreported, self.reported_running = ProgressReport(), 0
+        self.unreported, self.reported_running = ProgressReport(), 0
         self._start_at(last + 1)
 
     def return_rest(self) -> None:
@@ -246,12 +246,12 @@ class PromptLedger:
         for number in rest:
             self._move(number, Returned())
         self._queue.extend(rest)
-        self._unreported, self.reported_running = dataclasses.replace(self._unreported, kept=[]), 0
+        self.unreported, self.reported_running = dataclasses.replace(self.unreported, kept=[]), 0
 
     def end_step(self) -> Collected:
         """The groups and counts of the step. Taken and Dropped prompts are removed from the ledger."""
         self.check()
-        unreported = {number for number, _ in self._unreported.dropped}
+        unreported = {number for number, _ in self.unreported.dropped}
         decided = self._decided.values()
         taken = {number: state.group for number, state in self._states.items() if isinstance(state, Taken)}
         collected = Collected(
@@ -316,15 +316,6 @@ class PromptLedger:
         return len(self._decided)
 
     @property
-    def num_unreported_kept(self) -> int:
-        return len(self._unreported.kept)
-
-    @property
-    def has_unreported(self) -> bool:
-        """A group was kept or dropped since the last report."""
-        return bool(self._unreported.kept or self._unreported.dropped)
-
-    @property
     def ready(self) -> dict[int, list[Scored]]:
         """The groups that wait for a step, in the order in which they were kept."""
         return {number: ready.group for number, ready in self._ready()}
@@ -341,8 +332,8 @@ class PromptLedger:
             due = sum(state.version <= due_version for state in running)
         idle = not self.num_running and not self.draws_left
         self.reported_running = self.num_running
-        report = dataclasses.replace(self._unreported, idle=idle, due=due, running=self.num_running)
-        self._unreported = ProgressReport()
+        report = dataclasses.replace(self.unreported, idle=idle, due=due, running=self.num_running)
+        self.unreported = ProgressReport()
         return report
 
     def check(self) -> None:

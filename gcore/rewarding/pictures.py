@@ -50,7 +50,7 @@ class Clip:
         self._tokenizer = CLIPTokenizer.from_pretrained(str(source), local_files_only=True)
         loaded: Any = CLIPModel.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True)
         self._model = loaded.to(device).eval()
-        scale = float(self._model.logit_scale.exp()) if learned_scale else 1.0
+        scale = self._model.logit_scale.exp().item() if learned_scale else 1.0
         self._factor = factor * scale
 
     def __call__(self, images: Sequence[np.ndarray], prompts: Sequence[str], **_: Any) -> list[float]:

@@ -151,9 +151,9 @@ def test_a_report_says_what_is_new_what_is_due_and_what_runs():
     drawn(ledger, 2, version=4)
     ledger.keep(0, group_of(0, versions=(3,)))
     ledger.drop(2, [], "reward_error")
-    assert ledger.has_unreported and ledger.num_unreported_kept == 1
+    assert ledger.unreported.kept == [(0, 3)] and ledger.unreported.dropped == [(2, "reward_error")]
     assert ledger.report(3) == ProgressReport([(0, 3)], [(2, "reward_error")], [], idle=False, due=1, running=2)
-    assert not ledger.has_unreported and ledger.reported_running == 2
+    assert not ledger.unreported.kept and not ledger.unreported.dropped and ledger.reported_running == 2
     for number in (1, 3, ledger.draw(4)):
         ledger.drop(number, [], "reward_error")
     report = ledger.report(4)

@@ -188,7 +188,7 @@ def test_a_step_that_keeps_nothing_else_leaves_no_group():
     add(ledger, [ProgressReport(kept=[(1, 0), (2, 0)], running=3)])
     ledger.clear()
     assert ledger.kept == {} and ledger.missing(5, 1.0, 0, 1) == 5
-    ledger.restore({4: 1})
+    ledger.kept = {4: 1}
     assert ledger.kept == {4: 1} and ledger.missing(5, 1.0, 0, 1) == 4
 
 
