@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -141,8 +142,7 @@ def test_loss_and_gradient(tmp_path, case):
     assert packed.mask_R1WW is not None  # packed rows on our side, left and right padding on theirs
 
     def forward():
-        inputs = (packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S)
-        return policy(*inputs, torch.full_like(packed.temperature_S, TEMPERATURE))[0]
+        return policy(replace(packed, temperature_S=torch.full_like(packed.temperature_S, TEMPERATURE)))[0]
 
     with torch.no_grad():
         now = forward()
