@@ -1,8 +1,10 @@
-"""Kinds of media and the families of models that take them, as data: one row each. A family names its module:
+"""Kinds of media and the families of models that take them, as data: one row each. Both name their module:
 
-processors, built_processors ──> placeholders, inputs of the tower    content/processor.py, before the engine
-build_network                ──> a small network, of model.build      models/built.py
-encode, smallest             ──> features of media                    models/towers.py, in engines and trainers
+of a kind     read   ──> the array of a value in a dataset            prompts/media.py
+              shown  ──> a small copy, for pages                      content/media.py
+of a family   processors, built_processors ──> placeholders, inputs of the tower    content/processor.py
+              build_network                ──> a small network, of model.build      models/built.py
+              encode, smallest             ──> features of media                    models/towers.py
 """
 
 from __future__ import annotations
@@ -16,24 +18,57 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gcore.config.base import BuildModel
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from gcore.config.data import MediaData
     from gcore.content.media import Media
     from gcore.content.processor import KindProcessor
 
 
 @dataclass(frozen=True, slots=True)
 class MediaKind:
-    """MediaKind("images", "uint8", "height x width x 3", ("image", "images"), rewards="images")"""
+    """MediaKind("gcore.media.pixels", "images", "uint8", "height x width x 3", ("image", "images"), "images")"""
 
+    module: str  # with the functions of KindModule
     plural: str
     dtype: str  # of its array
     shape: str  # names of the axes, or a length
     columns: tuple[str, ...]  # of datasets
     rewards: str  # the column in which reward functions receive the arrays of a prompt
 
+    @property
+    def one(self) -> str:
+        """For messages: an image."""
+        return f"{'an' if self.plural[0] in 'aeiou' else 'a'} {self.plural[:-1]}"
 
+
+class MediaSource(Protocol):
+    """Where the values of a dataset come from."""
+
+    limits: MediaData
+
+    def load(self, kind: str, value: Any) -> bytes:
+        """Of bytes, a path, a URL, ... Raises BadMedia."""
+        ...
+
+
+class KindModule(Protocol):
+    """The functions of the module of a kind. It imports no torch."""
+
+    def read(self, kind: str, value: Any, fps: float | None, source: MediaSource) -> Any:
+        """The array of a value of a dataset, or an object that has one, such as a Video. `fps`: of frames, if the
+        dataset tells. Raises BadMedia."""
+        ...
+
+    def shown(self, array: np.ndarray) -> str:
+        """A small copy as a data URL, for pages; empty: it cannot be shown."""
+        ...
+
+
+PIXELS = "gcore.media.pixels"
 KINDS = {
-    "image": MediaKind("images", "uint8", "height x width x 3", ("image", "images"), "images"),
-    "video": MediaKind("videos", "uint8", "frames x height x width x 3", ("video", "videos"), "images"),
+    "image": MediaKind(PIXELS, "images", "uint8", "height x width x 3", ("image", "images"), "images"),
+    "video": MediaKind(PIXELS, "videos", "uint8", "frames x height x width x 3", ("video", "videos"), "images"),
 }
 
 
@@ -90,6 +125,12 @@ FAMILIES: dict[str, MediaFamily] = {
     "llava_onevision": MediaFamily(IMAGES, ("image",), ("image_token_id", "video_token_id")),
 }
 TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")  # modules: towers, projectors
+
+
+def kind_module(kind: str) -> KindModule:
+    module: Any = importlib.import_module(KINDS[kind].module)
+    found: KindModule = module
+    return found
 
 
 def module_of(family: str) -> FamilyModule:

@@ -128,11 +128,11 @@ class MediaProcessor:
         why = self._refused.get(kind, "")
         if kind not in self._kinds:
             why = f"{KINDS[kind].plural} are not supported for {self.family}"
-        elif kind != "image" and array_of(given) is given:  # without its rate
+        elif kind == "video" and array_of(given) is given:  # without its rate
             why = why or f"judges get no {KINDS[kind].plural}"
         if why:
             expected = [KINDS[known].plural for known in self._kinds if known != kind and known not in self._refused]
-            raise UserError(f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}; expected {' or '.join(expected)}: {why}")
+            raise UserError(f"{KINDS[kind].one}; expected {' or '.join(expected) or 'text'}: {why}")
 
     def _tokens(self, text: str, tokens: np.ndarray, made: Sequence[_Made]) -> Tokens:
         places = np.flatnonzero(np.isin(tokens, self._features)).astype(np.int32)

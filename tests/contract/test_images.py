@@ -136,7 +136,7 @@ def exactly(network: Any, request: Request, completion: Completion) -> bool:
         [MARK, WHOLE] + [IMAGE] * SPACE + [MARK] if token == IMAGE else [token] for token in request.content.tokens_T
     ]
     tokens = [int(token) for part in spread for token in part]
-    images = [medium.pixels for medium in request.content.media]
+    images = [medium.array for medium in request.content.media]
     seen = processor().image_processor(images, input_data_format="channels_last", return_tensors="pt")
     pixels = {name: seen[name] for name in ("pixel_values", "pixel_attention_mask")}
     with torch.no_grad():

@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from gcore.config.base import Model
 from gcore.config.data import Data, Dataset
-from gcore.content.media import Media, Video
+from gcore.content.media import BadMedia, Media, Video
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
@@ -29,7 +29,6 @@ from gcore.media.videos import VideoProcessor, edges_of_video
 from gcore.models.decoders import forbid, forbidden_tokens
 from gcore.models.networks import load_model, make_empty
 from gcore.models.towers import positions_of
-from gcore.prompts.media import BadMedia
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
@@ -205,7 +204,7 @@ def test_media_of_a_prompt(family: str, worlds: Callable[[str], World]):
     assert [m.grid for m in found] == [(2, 2, 3), (1, 2, 2), (1, 2, 2)]
     assert [m.seconds for m in found] == [2.0, 0.0, 2 / 0.7]
     assert [len(m.places) for m in found] == [12, 4, 4]
-    assert np.array_equal(found[0].pixels.read(), frames(1, 4, 16, 24))
+    assert np.array_equal(found[0].array.read(), frames(1, 4, 16, 24))
     assert Media.from_json(found[0].as_json()).seconds == 2.0
     assert [size for _, size in world.contents[1].work.media] == [
         384,

@@ -45,7 +45,7 @@ def test_siblings_travel_with_one_copy():
     siblings = [ask(picture, key=i) for i in range(8)]
     sent = pickle.dumps(siblings, protocol=5)
     assert picture.nbytes < len(sent) < 1.1 * picture.nbytes
-    assert all(np.array_equal(request.content.media[0].pixels, picture) for request in pickle.loads(sent))
+    assert all(np.array_equal(request.content.media[0].array, picture) for request in pickle.loads(sent))
     assert Request(Tokens(np.array([4], np.int32)), SamplingParams(8), 0).content.media == ()
 
 

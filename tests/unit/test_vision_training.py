@@ -230,9 +230,7 @@ def test_images_of_tools_in_later_turns(tmp_path):
     saved = {name: np.array(array) for name, array in whole.step_arrays().items()}
     again = prompt.with_steps(saved)
     assert np.array_equal(again.tokens_T, whole.tokens_T) and again.digest() == whole.digest()
-    assert np.array_equal(again.media[1].pixels.read(), picture(9)) and np.array_equal(
-        again.media[1].places, places[4:]
-    )
+    assert np.array_equal(again.media[1].array.read(), picture(9)) and np.array_equal(again.media[1].places, places[4:])
     network = network_of(config)
     engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=8, max_length=48))
     (found,) = asyncio.run(engine.generate([Request(whole, SamplingParams(4), 1)]))
