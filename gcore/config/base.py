@@ -70,15 +70,18 @@ class Section(BaseModel):
         return self
 
 
-class BuildVision(Section):
+class BuildTower(Section):
     hidden_size: PositiveInt = 64
-    """Width of the vision tower."""
+    """Width of the tower, which encodes media."""
     intermediate_size: PositiveInt = 128
     """Width of its feed-forward layers."""
     layers: PositiveInt = 2
     """Number of its layers."""
     heads: PositiveInt = 4
     """Attention heads; must divide `hidden_size`."""
+
+
+class BuildVision(BuildTower):
     patch_size: PositiveInt = 4
     """Edge of a patch in pixels. A feature covers 2 x 2 patches."""
     image_size: PositiveInt = 16
@@ -93,6 +96,9 @@ class BuildVision(Section):
                 f"{2 * self.patch_size} must divide image_size={self.image_size}"
             )
         return self
+
+
+TOWERS = {"vision": "qwen3"}  # sections of a built model, and the architecture that each needs
 
 
 class BuildModel(Section):
@@ -122,8 +128,11 @@ class BuildModel(Section):
 
     @model_validator(mode="after")
     def _divisible(self) -> BuildModel:
-        if self.vision is not None and self.architecture != "qwen3":
-            raise ValueError(f"vision needs architecture=qwen3, got {self.architecture}; expected it or no vision")
+        for name, needed in TOWERS.items():
+            if getattr(self, name) is not None and self.architecture != needed:
+                raise ValueError(
+                    f"{name} needs architecture={needed}, got {self.architecture}; expected it or no {name}"
+                )
         if self.architecture != "qwen3_moe" and (self.experts, self.active_experts) != (8, 2):  # not the defaults
             raise ValueError(f"experts and active_experts need architecture=qwen3_moe, got {self.architecture}")
         if self.active_experts > self.experts:

@@ -9,6 +9,7 @@ processed alone, so its tensors do not depend on the other media of a prompt.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -172,6 +173,21 @@ class MediaProcessor:
 
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+
+def read_settings(folder: Path, section: str) -> dict[str, Any]:
+    """Of a part of a model's processor: a section of processor_config.json, or preprocessor_config.json."""
+    whole, own = (read_json(folder / name) for name in FILES[:2])
+    settings = own[section] if isinstance(own.get(section), dict) else whole
+    if not settings:
+        what = section.replace("_", " ")
+        raise UserError(f"model.path={folder}: no {FILES[0]}; expected the settings of its {what}")
+    return settings
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _named(kinds: Sequence[str]) -> str:

@@ -136,6 +136,8 @@ SHAPES = {
         _qwen("235B-A22B", 94, 4096, 1536, 64, 4, **_mixture("235B-A22B")),
     )
 }
+# of media, by their kind: the section of config.json, and how much of a medium becomes a token where it does not tell
+TOWERS = {"image": ("vision_config", 14 * 14)}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([BM])", re.IGNORECASE)
 
 
@@ -178,7 +180,7 @@ def model_shape(model: Model, key: str) -> Shape:
         tied=True,
         experts=build.experts if build.architecture == "qwen3_moe" else 0,
         active_experts=build.active_experts if build.architecture == "qwen3_moe" else 0,
-        towers=_towers({"vision_config": build.vision.model_dump() if build.vision else None}),
+        towers=_towers({f"{name}_config": tower for name, tower in build.model_dump().items()}),
     )
 
 
@@ -246,11 +248,11 @@ def _from_config(file: Path, option: str) -> Shape:
 
 def _towers(config: Mapping[str, Any]) -> tuple[tuple[str, CostModel], ...]:
     """Of the sections of a config.json that describe them."""
-    vision = _vision(config.get("vision_config"))
-    return () if vision is None else (("image", vision),)
+    towers = {kind: _tower(config.get(section), patch) for kind, (section, patch) in TOWERS.items()}
+    return tuple((kind, tower) for kind, tower in towers.items() if tower is not None)
 
 
-def _vision(config: Any) -> CostModel | None:
+def _tower(config: Any, patch: int) -> CostModel | None:
     """Of an encoder of patches that all attend to each other. None: there is none, or its names are unknown."""
     if not isinstance(config, dict):
         return None
@@ -262,6 +264,6 @@ def _vision(config: Any) -> CostModel | None:
     mlp = number("intermediate_size") or hidden * number("mlp_ratio")
     if not (layers and hidden and mlp):
         return None
-    side = int(number("patch_size") or 14)
+    patch = int(number("patch_size")) ** 2 or patch
     token = 2 * layers * (4 * hidden * hidden + 2 * hidden * mlp)
-    return CostModel(2 * token / (4 * layers * hidden), causal=False, flops=token, patch=side * side)
+    return CostModel(2 * token / (4 * layers * hidden), causal=False, flops=token, patch=patch)
