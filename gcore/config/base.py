@@ -98,7 +98,20 @@ class BuildVision(BuildTower):
         return self
 
 
-TOWERS = {"vision": "qwen3"}  # sections of a built model, and the architecture that each needs
+class BuildAudio(BuildTower):
+    mel_bins: PositiveInt = 40
+    """Frequencies of the spectrogram."""
+    seconds: PositiveInt = 2
+    """Length of the longest clip."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> BuildAudio:
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(f"2 * heads={2 * self.heads} must divide hidden_size={self.hidden_size}")
+        return self
+
+
+TOWERS = {"vision": "qwen3", "audio": "qwen2"}  # sections of a built model, and the architecture that each needs
 
 
 class BuildModel(Section):
@@ -125,6 +138,9 @@ class BuildModel(Section):
     vision: BuildVision | None = None
     """A vision tower: the model is a small Qwen3-VL, which takes images. Only with `architecture: qwen3`. See
     docs/vision.md."""
+    audio: BuildAudio | None = None
+    """An audio encoder: the model is a small Qwen2-Audio, which takes audio clips. Only with `architecture: qwen2`. See
+    docs/audio.md."""
 
     @model_validator(mode="after")
     def _divisible(self) -> BuildModel:

@@ -35,7 +35,7 @@ class EngineTraits:
 ENGINES = {
     "embedded": EngineTraits(
         "gcore.generation.embedded",
-        media=("image", "video"),
+        media=("image", "video", "audio"),
         denoises=True,
         sampling_mask=True,
         experts=True,

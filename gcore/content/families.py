@@ -65,10 +65,11 @@ class KindModule(Protocol):
         ...
 
 
-PIXELS = "gcore.media.pixels"
+PIXELS, AUDIO = "gcore.media.pixels", "gcore.media.audio"
 KINDS = {
     "image": MediaKind(PIXELS, "images", "uint8", "height x width x 3", ("image", "images"), "images"),
     "video": MediaKind(PIXELS, "videos", "uint8", "frames x height x width x 3", ("video", "videos"), "images"),
+    "audio": MediaKind(AUDIO, "audio clips", "float32", "samples at 16 kHz", ("audio", "audios"), "audios"),
 }
 
 
@@ -114,6 +115,7 @@ class FamilyModule(Protocol):
 
 IMAGES = "gcore.media.images"
 QWEN_TOKENS = ("image_token_id", "video_token_id")
+AUDIO_MARKS = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 QWEN_MARKS = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
 FAMILIES: dict[str, MediaFamily] = {
     "qwen2_5_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, timed=True),
@@ -123,8 +125,15 @@ FAMILIES: dict[str, MediaFamily] = {
     "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "smolvlm": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "llava_onevision": MediaFamily(IMAGES, ("image",), ("image_token_id", "video_token_id")),
+    "qwen2_audio": MediaFamily(
+        *(AUDIO, ("audio",), ("audio_token_id",), "AutoModelForSeq2SeqLM", "audio_config"),
+        build="audio",
+        marks=AUDIO_MARKS,
+    ),
 }
-TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")  # modules: towers, projectors
+TOWERS = (  # modules: towers, projectors
+    *("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector"),
+)
 
 
 def kind_module(kind: str) -> KindModule:

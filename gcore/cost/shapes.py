@@ -137,7 +137,7 @@ SHAPES = {
     )
 }
 # of media, by their kind: the section of config.json, and how much of a medium becomes a token where it does not tell
-TOWERS = {"image": ("vision_config", 14 * 14)}
+TOWERS = {"image": ("vision_config", 14 * 14), "audio": ("audio_config", 2)}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([BM])", re.IGNORECASE)
 
 
@@ -260,8 +260,9 @@ def _tower(config: Any, patch: int) -> CostModel | None:
     def number(*keys: str) -> float:
         return next((float(config[key]) for key in keys if isinstance(config.get(key), int | float)), 0.0)
 
-    layers, hidden = number("depth", "num_hidden_layers", "layers"), number("embed_dim", "hidden_size")
-    mlp = number("intermediate_size") or hidden * number("mlp_ratio")
+    layers = number("depth", "num_hidden_layers", "layers", "encoder_layers")
+    hidden = number("embed_dim", "hidden_size", "d_model")
+    mlp = number("intermediate_size", "encoder_ffn_dim") or hidden * number("mlp_ratio")
     if not (layers and hidden and mlp):
         return None
     patch = int(number("patch_size")) ** 2 or patch

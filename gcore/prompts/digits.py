@@ -26,17 +26,17 @@ DIGITS: Row = {
 LOOK_ALIKES = {0: 6, 1: 7, 2: 3, 3: 8, 4: 9, 5: 6, 6: 5, 7: 1, 8: 3, 9: 4}
 
 
-def _answer(digits: Sequence[int], kind: str, off: int = 0) -> str:
-    """`off`: a mistake in the sum."""
+def answer_text(digits: Sequence[int], kind: str, off: int = 0) -> str:
+    """ "39", "12" or "3+9=12". `off`: a mistake in the sum."""
     shown, total = [str(digit) for digit in digits], str(sum(digits) + off)
     return {"read": "".join(shown), "sum": total, "steps": f"{'+'.join(shown)}={total}"}[kind]
 
 
-def _mistaken(digits: Sequence[int], kind: str, random: np.random.Generator) -> str:
+def mistaken(digits: Sequence[int], kind: str, random: np.random.Generator) -> str:
     if kind != "read":
-        return _answer(digits, kind, off=1)
+        return answer_text(digits, kind, off=1)
     wrong = random.integers(len(digits))
-    return _answer([LOOK_ALIKES[d] if i == wrong else d for i, d in enumerate(digits)], kind)
+    return answer_text([LOOK_ALIKES[d] if i == wrong else d for i, d in enumerate(digits)], kind)
 
 
 def _scans(key: str, task: str, extra: str) -> tuple[np.ndarray, np.ndarray]:
@@ -74,11 +74,11 @@ def make_digits(given: Mapping[str, Any], size: int | None, key: str) -> Dataset
         problem = {
             "prompt": [{"role": "user", "content": parts}],
             "images": [pictures[i] for i in chosen],
-            "answer": _answer(digits, kind),
+            "answer": answer_text(digits, kind),
         }
         if args["sloppy"]:
             right = random.random() >= args["sloppy"]
-            problem["demonstration"] = _answer(digits, kind) if right else _mistaken(digits, kind, random)
+            problem["demonstration"] = answer_text(digits, kind) if right else mistaken(digits, kind, random)
         return problem
 
     return computed_rows(size or args["size"], row)

@@ -81,7 +81,7 @@ def test_styles_of_datasets():
     [
         ({"images": ["a"]}, [PART, PART], "more image parts than images"),
         ({"images": ["a", "b"]}, [PART], "1 more images in the row's columns than parts"),
-        ({}, [{"type": "audio"}], "a message part of type 'audio'"),
+        ({}, [{"type": "audio"}], "more audio parts than audios"),
     ],
 )
 def test_numbers_that_differ_are_bad(row, content, message):
