@@ -203,6 +203,13 @@ def picture(seed: int, height: int = 16, width: int = 16) -> Pixels:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
+def sound(seed: int, samples: int) -> np.ndarray:
+    """Tones and noise."""
+    rng, at = np.random.default_rng(seed), np.arange(samples) / 16_000
+    tones = sum(np.sin(2 * np.pi * frequency * at) for frequency in rng.uniform(80, 4000, 3))
+    return (0.2 * tones + 0.05 * rng.standard_normal(samples)).astype(np.float32)
+
+
 ALONE: Any = SimpleNamespace(size=1)  # ranks that share a sample: one
 
 

@@ -25,7 +25,7 @@ def check_media_keys(config: Config, family: str | None) -> None:
         "training.context_parallel": (training.context_parallel > 1, f"ranks cannot share a sample with {what}"),
         "placement.trainer.tensor_parallel": (placement.tensor_parallel > 1, "matrices of a tower are not split"),
         "generation.engine": (
-            kind not in engine.media,
+            not engine.takes(kind),
             f"{what} need {engines_taking(kind)}",
         ),
         "generation.engine (with model.build)": (

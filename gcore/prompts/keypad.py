@@ -18,7 +18,7 @@ KEYPAD: Row = {
     "least": 2,  # keys of a clip
     "most": 2,
     "answer": "steps",  # as in `digits`: "read", "sum" or "steps"
-    "noise": 0.3,  # its standard deviation; that of a key is 0.35
+    "noise": 0.05,  # its standard deviation; that of a key is 0.35
     "size": 4000,  # problems of the split
     "sloppy": 0.0,  # fraction of demonstrations (not answers) that are wrong, as in `digits`
     "split": "train",

@@ -22,7 +22,7 @@ from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import build_char_tokenizer, load_tokenizer
 from gcore.training.media_model import MediaLogprobModel
 from gcore.types import MicroBatch, UserError
-from tests.vision_families import ALONE, CPU, TEXT, MediaWorld, computed, made_once, off, randomize, save
+from tests.vision_families import ALONE, CPU, TEXT, MediaWorld, computed, made_once, off, randomize, save, sound
 
 CLOSE = 1e-5
 SPECIAL = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
@@ -32,13 +32,6 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'audio' %}"
     "<|audio_bos|><|AUDIO|><|audio_eos|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}="
 )
-
-
-def sound(seed: int, samples: int) -> np.ndarray:
-    """Tones and noise."""
-    rng, at = np.random.default_rng(seed), np.arange(samples) / RATE
-    tones = sum(np.sin(2 * np.pi * frequency * at) for frequency in rng.uniform(80, 4000, 3))
-    return (0.2 * tones + 0.05 * rng.standard_normal(samples)).astype(np.float32)
 
 
 def clip(seed: int, samples: int) -> dict[str, Any]:
