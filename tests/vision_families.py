@@ -16,6 +16,7 @@ import transformers
 
 from gcore.config.base import Model
 from gcore.config.data import Data, Dataset
+from gcore.content.media import ArrayRef, Media, hash_of
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
@@ -234,6 +235,12 @@ def made_once(make: Callable[[str, Path], Any], folders: pytest.TempPathFactory)
     yield world
     for one in made.values():
         one.engine.close()
+
+
+def raw_image(pixels: Pixels | ArrayRef) -> Media:
+    """An image that was not processed, for engines that do so themselves."""
+    key = pixels.path if isinstance(pixels, ArrayRef) else hash_of(pixels)
+    return Media("image", key, pixels, work=(("image", pixels.shape[0] * pixels.shape[1]),))
 
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gcore.config.base import BuildModel
 
@@ -42,16 +42,6 @@ class MediaKind:
         return f"{'an' if self.plural[0] in 'aeiou' else 'a'} {self.plural[:-1]}"
 
 
-class MediaSource(Protocol):
-    """Where the values of a dataset come from."""
-
-    limits: MediaData
-
-    def load(self, kind: str, value: Any) -> bytes:
-        """Of bytes, a path, a URL, ... Raises BadMedia."""
-        ...
-
-
 class KindModule(Protocol):
     """The functions of the module of a kind. It imports no torch."""
 
@@ -63,6 +53,12 @@ class KindModule(Protocol):
     def shown(self, array: np.ndarray) -> str:
         """A small copy as a data URL, for pages; empty: it cannot be shown."""
         ...
+
+
+class MediaSource(Protocol):
+    limits: MediaData
+
+    def load(self, kind: str, value: Any) -> bytes: ...  # of bytes, a path, a URL, ... Raises BadMedia
 
 
 PIXELS, AUDIO = "gcore.media.pixels", "gcore.media.audio"
@@ -115,8 +111,8 @@ class FamilyModule(Protocol):
 
 IMAGES = "gcore.media.images"
 QWEN_TOKENS = ("image_token_id", "video_token_id")
-AUDIO_MARKS = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 QWEN_MARKS = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+HEARS = MediaFamily(AUDIO, ("audio",), ("audio_token_id",), "AutoModelForSeq2SeqLM", "audio_config")
 FAMILIES: dict[str, MediaFamily] = {
     "qwen2_5_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, timed=True),
     "qwen3_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, build="vision", marks=QWEN_MARKS),
@@ -125,27 +121,18 @@ FAMILIES: dict[str, MediaFamily] = {
     "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "smolvlm": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "llava_onevision": MediaFamily(IMAGES, ("image",), ("image_token_id", "video_token_id")),
-    "qwen2_audio": MediaFamily(
-        *(AUDIO, ("audio",), ("audio_token_id",), "AutoModelForSeq2SeqLM", "audio_config"),
-        build="audio",
-        marks=AUDIO_MARKS,
-    ),
+    "qwen2_audio": replace(HEARS, build="audio", marks={"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}),
 }
-TOWERS = (  # modules: towers, projectors
-    *("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector"),
-)
+# modules: towers, projectors
+TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector")
 
 
 def kind_module(kind: str) -> KindModule:
-    module: Any = importlib.import_module(KINDS[kind].module)
-    found: KindModule = module
-    return found
+    return cast(KindModule, importlib.import_module(KINDS[kind].module))
 
 
 def module_of(family: str) -> FamilyModule:
-    module: Any = importlib.import_module(FAMILIES[family].module)
-    found: FamilyModule = module
-    return found
+    return cast(FamilyModule, importlib.import_module(FAMILIES[family].module))
 
 
 def built_family(build: BuildModel) -> str | None:

@@ -138,12 +138,6 @@ def _ref_of(data: list[Any]) -> Any:
     return ArrayRef(data[0], tuple(data[1]), data[2]) if len(data) == 3 else np.array(data[0], data[1])
 
 
-def raw_image(pixels: Pixels | ArrayRef) -> Media:
-    """An image that was not processed, for engines that do so themselves."""
-    key = pixels.path if isinstance(pixels, ArrayRef) else hash_of(pixels)
-    return Media("image", key, pixels, work=(("image", pixels.shape[0] * pixels.shape[1]),))
-
-
 def hash_of(array: np.ndarray) -> str:
     array = np.ascontiguousarray(array)
     return hashlib.blake2b(f"{array.dtype}{array.shape}".encode() + array.tobytes(), digest_size=16).hexdigest()

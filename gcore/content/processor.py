@@ -180,8 +180,7 @@ def read_settings(folder: Path, section: str) -> dict[str, Any]:
     whole, own = (read_json(folder / name) for name in FILES[:2])
     settings = own[section] if isinstance(own.get(section), dict) else whole
     if not settings:
-        what = section.replace("_", " ")
-        raise UserError(f"model.path={folder}: no {FILES[0]}; expected the settings of its {what}")
+        raise UserError(f"model.path={folder}: no {FILES[0]}; expected the settings of its {section.replace('_', ' ')}")
     return settings
 
 

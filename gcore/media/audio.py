@@ -35,26 +35,19 @@ RATE = 16_000  # samples per second of all clips
 RATES = range(1_000, 400_001)  # of files
 CROSSINGS = 24  # zeros of the filter on each side
 SHOWN_RATE, SHOWN_SECONDS = 8_000, 8  # in a page
-SETTINGS = {"feature_size": 128, "hop_length": 160, "n_fft": 400, "chunk_length": 30, "sampling_rate": RATE}
+HOP, PLACEHOLDER = 160, "<|AUDIO|>"
+SETTINGS = {"feature_size": 128, "hop_length": HOP, "n_fft": 400, "chunk_length": 30, "sampling_rate": RATE}
 FILE = FILES[0]
-
-
-# ---- datasets and pages --------------------------------------------------------------------------------------------
 
 
 def read(kind: str, value: Any, fps: float | None, source: MediaSource) -> np.ndarray:
     """Of a wav file, or of {"array": ..., "sampling_rate": ...}."""
     if isinstance(value, Mapping) and "array" in value:
         samples, rate = np.asarray(value["array"]), value.get("sampling_rate")
-        if samples.ndim != 1 or samples.dtype.kind not in "fi" or type(rate) is not int:
-            raise BadMedia(
-                f"an audio clip of {samples.dtype}, shape {samples.shape} and sampling_rate={rate!r}; expected one "
-                "axis of numbers and samples per second"
-            )
+        if samples.ndim != 1 or samples.dtype.kind != "f" or type(rate) is not int:
+            got = f"{samples.dtype} and shape {samples.shape}, sampling_rate={rate!r}"
+            raise BadMedia(f"an audio clip of {got}; expected one axis of floats, and samples per second")
         _check_length(len(samples), rate, source.limits)
-        samples = samples.astype(np.float32) / (np.iinfo(samples.dtype).max + 1 if samples.dtype.kind == "i" else 1)
-    elif isinstance(value, np.ndarray):
-        raise BadMedia('an audio clip without its rate; expected {"array": ..., "sampling_rate": ...}')
     else:
         samples, rate = _of_wav(source.load("audio", value), source.limits)
     if not np.isfinite(samples).all():
@@ -65,8 +58,7 @@ def read(kind: str, value: Any, fps: float | None, source: MediaSource) -> np.nd
 def shown(array: np.ndarray) -> str:
     """The first seconds, as telephones transmit them: 8 kHz, 8 bits."""
     samples = resample(array[: SHOWN_SECONDS * RATE], RATE, SHOWN_RATE)
-    file = io.BytesIO()
-    with wave.open(file, "wb") as made:
+    with wave.open(file := io.BytesIO(), "wb") as made:
         made.setparams((1, 1, SHOWN_RATE, 0, "NONE", ""))
         made.writeframes((samples * 127 + 128).clip(0, 255).astype(np.uint8).tobytes())
     return data_url("audio/wav", file.getvalue())
@@ -78,27 +70,24 @@ def _of_wav(data: bytes, limits: MediaData) -> tuple[np.ndarray, int]:
         with wave.open(io.BytesIO(data)) as file:
             channels, width, rate, number = file.getparams()[:4]
             _check_length(number, rate, limits)
-            raw = file.readframes(number)
+            raw = np.frombuffer(file.readframes(number), np.uint8)
     except (wave.Error, EOFError) as error:
         why = " ".join(str(error).split()) or "it ends too early"
         raise BadMedia(f"{len(data)} bytes that are no wav file of integers: {why}") from error
     if len(raw) < number * channels * width or width > 4:
         raise BadMedia(f"a wav file with {len(raw)} bytes of {number} x {channels} samples of {8 * width} bits")
-    if width == 3:
-        raw, width = np.pad(np.frombuffer(raw, np.uint8).reshape(-1, 3), ((0, 0), (1, 0))).tobytes(), 4
-    values = np.frombuffer(raw, "u1" if width == 1 else f"<i{width}").astype(np.float32)
-    samples: np.ndarray = (values - 128) / 128 if width == 1 else values / 2 ** (8 * width - 1)
-    return samples.reshape(-1, channels).mean(1), rate
+    whole = np.zeros((number, channels, 4), np.uint8)  # the highest byte is the last one
+    whole[..., 4 - width :] = raw.reshape(number, channels, width)
+    whole[..., 3] ^= 128 if width == 1 else 0  # these have no sign
+    return whole.view("<i4").mean((1, 2)).astype(np.float32) / 2**31, rate
 
 
 def _check_length(number: int, rate: int, limits: MediaData) -> None:
     if rate not in RATES:
         raise BadMedia(f"an audio clip of {rate} samples per second; expected {RATES[0]:,} to {RATES[-1]:,}")
     if not 0 < number <= limits.max_seconds * rate:
-        raise BadMedia(
-            f"an audio clip of {number / rate:.2f} seconds; expected at most {limits.max_seconds:g} "
-            "(data.media.max_seconds)"
-        )
+        got = f"an audio clip of {number / rate:.2f} seconds"
+        raise BadMedia(f"{got}; expected at most {limits.max_seconds:g} (data.media.max_seconds)")
 
 
 def resample(samples: np.ndarray, rate: int, new: int) -> np.ndarray:
@@ -119,9 +108,6 @@ def resample(samples: np.ndarray, rate: int, new: int) -> np.ndarray:
     return found
 
 
-# ---- prompts -------------------------------------------------------------------------------------------------------
-
-
 class Clips:
     """Implements content.processor.KindProcessor. `settings`: of transformers' WhisperFeatureExtractor."""
 
@@ -133,11 +119,9 @@ class Clips:
         if rate != RATE:
             raise UserError(f"model.path: its processor has sampling_rate={rate}; expected {RATE}")
         self.window = seconds * rate  # samples that the encoder sees
-        self._filters = mel_filter_bank(
-            1 + self._width // 2, bins, 0.0, 8000.0, rate, norm="slaney", mel_scale="slaney"
-        )
+        self._filters = mel_filter_bank(1 + self._width // 2, bins, 0.0, 8000.0, rate, "slaney", "slaney")
         self._hann = np.hanning(self._width + 1)[:-1]
-        self.placeholder = str(getattr(tokenizer, "audio_token", "<|AUDIO|>"))
+        self.placeholder = str(getattr(tokenizer, "audio_token", PLACEHOLDER))
         self.features = (int(tokenizer.convert_tokens_to_ids(self.placeholder)),)
 
     def variant(self, given: Any, number: int) -> str:
@@ -146,10 +130,8 @@ class Clips:
     def expand(self, array: np.ndarray, given: Any, number: int) -> Expanded:
         frames = -(-len(array) // self._hop)
         if frames < 3 or len(array) > self.window:
-            raise UserError(
-                f"an audio clip of {len(array) / RATE:.3f} seconds; expected more than {2 * self._hop / RATE:g} and at "
-                f"most {self.window / RATE:g}, as the model's encoder hears"
-            )
+            expected = f"more than {2 * self._hop / RATE:g} and at most {self.window / RATE:g}, as its encoder hears"
+            raise UserError(f"an audio clip of {len(array) / RATE:.3f} seconds; expected {expected}")
         inputs = {"input_features": self._log_mel(array, frames), "num_frames": np.array([frames])}
         return Expanded(self.placeholder * ((frames + 1) // 4), inputs, work=(("audio", frames),))
 
@@ -178,9 +160,6 @@ def built_processors(build: BuildModel, tokenizer: Any) -> dict[str, KindProcess
     return {"audio": Clips({"feature_size": build.audio.mel_bins, "chunk_length": build.audio.seconds}, tokenizer)}
 
 
-# ---- network -------------------------------------------------------------------------------------------------------
-
-
 def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) -> Any:
     """A small Qwen2-Audio. Positions of its encoder do not learn: they are sines, as in Whisper."""
     import torch
@@ -189,22 +168,17 @@ def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) ->
 
     audio = build.audio
     assert audio is not None
-    positions = audio.seconds * RATE // SETTINGS["hop_length"] // 2
-    tower = {
-        "d_model": audio.hidden_size,
-        "encoder_ffn_dim": audio.intermediate_size,
-        "encoder_layers": audio.layers,
-        "encoder_attention_heads": audio.heads,
-        "num_mel_bins": audio.mel_bins,
-        "max_source_positions": positions,
-        "initializer_range": audio.hidden_size**-0.5,  # what is heard is as large as the sines
-    }
-    attention: dict[str, Any] = {"attn_implementation": "sdpa"}
-    text, token = {**decoder, "model_type": "qwen2", "tie_word_embeddings": False}, tokenizer.convert_tokens_to_ids
-    config = Qwen2AudioConfig(audio_config=tower, text_config=text, audio_token_index=token("<|AUDIO|>"), **attention)
+    width, positions = audio.hidden_size, audio.seconds * RATE // HOP // 2
+    tower = {"d_model": width, "encoder_layers": audio.layers, "encoder_attention_heads": audio.heads}
+    tower |= {"encoder_ffn_dim": audio.intermediate_size, "num_mel_bins": audio.mel_bins}
+    tower |= {"max_source_positions": positions}
+    tower |= {"initializer_range": width**-0.5}  # what is heard is as large as the sines
+    options: dict[str, Any] = {"attn_implementation": "sdpa", "audio_config": tower}
+    options["text_config"] = {**decoder, "model_type": "qwen2", "tie_word_embeddings": False}
+    config = Qwen2AudioConfig(audio_token_index=tokenizer.convert_tokens_to_ids(PLACEHOLDER), **options)
     network = Qwen2AudioForConditionalGeneration(config)
     with torch.no_grad():
-        network.model.audio_tower.embed_positions.weight.copy_(sinusoids(positions, audio.hidden_size))
+        network.model.audio_tower.embed_positions.weight.copy_(sinusoids(positions, width))
     return network
 
 
@@ -229,6 +203,5 @@ def _features(model: Any, inputs: Mapping[str, np.ndarray]) -> Tensor:
 
 
 def smallest(network: Any) -> Media:
-    silence = np.zeros((network.config.audio_config.num_mel_bins, 5), np.float32)
-    inputs = {"input_features": silence, "num_frames": np.array([3])}
-    return Media("audio", "", np.zeros(1, np.float32), inputs)
+    frames = np.zeros((network.config.audio_config.num_mel_bins, 5), np.float32)
+    return Media("audio", "", frames[0], {"input_features": frames, "num_frames": np.array([3])})

@@ -66,54 +66,45 @@ def _chosen(number: int, most: int) -> list[int]:
 def _checked(array: np.ndarray, limits: MediaData) -> Pixels:
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):
         raise BadMedia(f"an image of {array.dtype} and shape {array.shape}; expected uint8, height x width x 3")
-    _check_size(array.shape[1], array.shape[0], limits)
+    _check_size(array.shape[1], array.shape[0], limits.max_pixels)
     return np.ascontiguousarray(array if array.ndim == 3 else np.repeat(array[:, :, None], 3, 2))
 
 
-def _check_size(width: int, height: int, limits: MediaData) -> None:
-    if not 1 <= width * height <= limits.max_pixels:
-        raise BadMedia(
-            f"an image of {width} x {height} pixels; expected at most {limits.max_pixels:,} pixels "
-            "(data.media.max_pixels)"
-        )
+def _check_size(width: int, height: int, most: int) -> None:
+    if not 1 <= width * height <= most:
+        got = f"an image of {width} x {height} pixels"
+        raise BadMedia(f"{got}; expected at most {most:,} pixels (data.media.max_pixels)")
 
 
 def _decoded(picture: Any) -> Pixels:
-    from PIL import ImageOps, UnidentifiedImageError
+    from PIL import ImageOps
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             picture.load()
             return np.array(ImageOps.exif_transpose(picture).convert("RGB"), np.uint8)
-    except (OSError, ValueError, SyntaxError, EOFError, UnidentifiedImageError, Warning) as error:
-        raise BadMedia(f"an image that cannot be decoded: {_why(error)}") from error
+    except (OSError, ValueError, SyntaxError, EOFError, Warning) as error:
+        raise BadMedia(f"an image that cannot be decoded: {' '.join(str(error).split())[:200]}") from error
 
 
 def _opened(value: Any, source: MediaSource) -> Any:
     """A Pillow image whose pixels are not decoded yet; its size is checked."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if not isinstance(value, Image.Image):
         data = source.load("image", value)
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the limit below is ours
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of large images; the limit below is ours
-                limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-                try:
-                    value = Image.open(io.BytesIO(data))
-                finally:
-                    Image.MAX_IMAGE_PIXELS = limit
+                warnings.simplefilter("ignore")
+                value = Image.open(io.BytesIO(data))
         except (OSError, ValueError, SyntaxError) as error:
-            raise BadMedia(f"{len(data)} bytes that are no image: {_why(error)}") from error
+            is_unknown = isinstance(error, UnidentifiedImageError)  # its text names an object in memory
+            why = "Pillow finds no format in them" if is_unknown else " ".join(str(error).split())[:200]
+            raise BadMedia(f"{len(data)} bytes that are no image: {why}") from error
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
     width, height = value.size
-    _check_size(width, height, source.limits)
+    _check_size(width, height, source.limits.max_pixels)
     return value
-
-
-def _why(error: BaseException) -> str:
-    """Without the name of the object in memory that Pillow read."""
-    from PIL import UnidentifiedImageError
-
-    is_unknown = isinstance(error, UnidentifiedImageError)
-    return "Pillow finds no format in them" if is_unknown else " ".join(str(error).split())[:200]

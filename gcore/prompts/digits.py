@@ -32,7 +32,21 @@ def answer_text(digits: Sequence[int], kind: str, off: int = 0) -> str:
     return {"read": "".join(shown), "sum": total, "steps": f"{'+'.join(shown)}={total}"}[kind]
 
 
-def mistaken(digits: Sequence[int], kind: str, random: np.random.Generator) -> str:
+def check_answer(args: Row, key: str) -> str:
+    kind = str(args["answer"])
+    expect(kind in ("read", "sum", "steps"), f"{key}.args.answer", "read, sum or steps", kind)
+    return kind
+
+
+def with_demonstration(problem: Row, digits: Sequence[int], args: Row, random: np.random.Generator) -> Row:
+    """With the column `demonstration`, if some are wrong."""
+    if args["sloppy"]:
+        right, kind = random.random() >= args["sloppy"], args["answer"]
+        problem["demonstration"] = answer_text(digits, kind) if right else _mistaken(digits, kind, random)
+    return problem
+
+
+def _mistaken(digits: Sequence[int], kind: str, random: np.random.Generator) -> str:
     if kind != "read":
         return answer_text(digits, kind, off=1)
     wrong = random.integers(len(digits))
@@ -57,8 +71,7 @@ def make_digits(given: Mapping[str, Any], size: int | None, key: str) -> Dataset
     args = task_args("digits", given, DIGITS, key)
     for name, least, most in (("count", 1, 8), ("eval_pictures", 1, 1796), ("edge", 8, 512), ("size", 1, 2**31)):
         expect(least <= args[name] <= most, f"{key}.args.{name}", f"{least} to {most}", args[name])
-    kind = args["answer"]
-    expect(kind in ("read", "sum", "steps"), f"{key}.args.answer", "read, sum or steps", kind)
+    kind = check_answer(args, key)
     scans, labels = _scans(key, "digits", "vision")
     nearest = np.arange(args["edge"]) * 8 // args["edge"]
     pictures = np.repeat(scans.astype(np.uint8)[:, nearest][:, :, nearest][..., None], 3, -1)
@@ -76,10 +89,7 @@ def make_digits(given: Mapping[str, Any], size: int | None, key: str) -> Dataset
             "images": [pictures[i] for i in chosen],
             "answer": answer_text(digits, kind),
         }
-        if args["sloppy"]:
-            right = random.random() >= args["sloppy"]
-            problem["demonstration"] = answer_text(digits, kind) if right else mistaken(digits, kind, random)
-        return problem
+        return with_demonstration(problem, digits, args, random)
 
     return computed_rows(size or args["size"], row)
 

@@ -73,12 +73,11 @@ def messages_with_media(
             if kind is None:
                 done.append(part)
                 continue
-            own = _own_content(part)
-            if own is None:
-                own = next((v.value for v in waiting if v.kind == kind), None)
-                if own is None:
+            if (own := _own_content(part)) is None:
+                place = next((place for place, v in enumerate(waiting) if v.kind == kind), None)
+                if place is None:
                     raise BadMedia(f"more {kind} parts than {kind}s in the row's columns; expected one for each part")
-                waiting.remove(next(v for v in waiting if v.kind == kind))
+                own = waiting.pop(place).value
             values.append(Value(kind, own, _fps(part) if kind == "video" else None))
             done.append({"type": kind})
         plain = all(isinstance(p, Mapping) and p.get("type") == "text" for p in done)
@@ -136,9 +135,6 @@ def _fps(part: Mapping[str, Any]) -> float | None:
     return float(given)
 
 
-# ---- values --------------------------------------------------------------------------------------------------------
-
-
 class MediaReader:
     """Implements families.MediaSource. `root`: the folder that paths are relative to and must be in; None: paths are
     refused."""
@@ -149,10 +145,9 @@ class MediaReader:
 
     def read(self, values: Sequence[Value]) -> list[tuple[str, Any]]:
         """(kind, array, or an object that has one) of each."""
-        most = self.limits.max_images
-        if len(values) > most:
-            plural = KINDS[values[0].kind].plural
-            raise BadMedia(f"{len(values)} {plural}; expected at most {most} (data.media.max_images)")
+        if len(values) > (most := self.limits.max_images):
+            what = KINDS[values[0].kind].plural
+            raise BadMedia(f"{len(values)} {what}; expected at most {most} (data.media.max_images)")
         return [(v.kind, kind_module(v.kind).read(v.kind, v.value, v.fps, self)) for v in values]
 
     def load(self, kind: str, value: Any) -> bytes:

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from gcore.clients import EngineClient
-from gcore.content.media import raw_image
 from gcore.generation.pool import EnginePool
 from gcore.models.decoders import forbid
 from gcore.prompts.tokenizer import build_char_tokenizer
@@ -37,6 +36,7 @@ from tests.contract.test_engine import (
     weights_of,
 )
 from tests.contract.test_vllm_engine import BLOCK, cached_prompts
+from tests.vision_families import raw_image
 
 missing = not VLLM or importlib.util.find_spec("PIL") is None
 pytestmark = pytest.mark.skipif(missing, reason="vllm or Pillow is not installed")

@@ -96,8 +96,8 @@ def test_arrays_have_a_rate():
     given = tone()
     for array in (given, given.astype(np.float64), given.tolist()):
         assert np.abs(read_clip({"array": array, "sampling_rate": RATE}) - given).max() < 1e-7
-    whole = (given * 32767).astype(np.int16)
-    assert np.abs(read_clip({"array": whole, "sampling_rate": RATE}) - given).max() < 1e-4
+    with pytest.raises(BadMedia, match=r"an audio clip of int16 and .*; expected one axis of floats"):
+        read_clip({"array": given.astype(np.int16), "sampling_rate": RATE})
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000, 16_001])
@@ -131,9 +131,9 @@ def read_16(samples: np.ndarray) -> np.ndarray:
         ("../secret.wav", "is outside of"),
         (None, "an audio clip that is null"),
         (7, "an audio clip of type int; expected bytes, a path, a URL"),
-        (tone(), r"an audio clip without its rate; expected \{"),
+        (tone(), "an audio clip of type ndarray; expected bytes"),
         ({"array": tone()}, "sampling_rate=None; expected"),
-        ({"array": np.stack([tone()] * 2), "sampling_rate": RATE}, r"shape \(2, 1600\) and sampling_rate=16000"),
+        ({"array": np.stack([tone()] * 2), "sampling_rate": RATE}, r"shape \(2, 1600\), sampling_rate=16000"),
         ({"array": ["a"], "sampling_rate": RATE}, "an audio clip of <U1"),
         ({"array": [0.0, float("nan")], "sampling_rate": RATE}, "an audio clip with a NaN or an infinity"),
         ("http://127.0.0.1:1/a.wav", r"data\.media\.allow_urls=true"),
@@ -252,7 +252,7 @@ def test_other_engines_are_refused(engine: str):
 def test_built_models_of_audio():
     with pytest.raises(ValueError, match="audio needs architecture=qwen2, got qwen3"):
         BuildModel(audio={})
-    with pytest.raises(ValueError, match="2 \\* heads=8 must divide hidden_size=36"):
+    with pytest.raises(ValueError, match=r"4 \* heads=16 must divide hidden_size=36"):
         BuildModel(architecture="qwen2", audio={"hidden_size": 36})
     templater = Templater(load_tokenizer(MODEL), Data(train=Dataset(path="x")), processor=load_processor(
         MODEL, load_tokenizer(MODEL), None))  # fmt: skip
