@@ -49,6 +49,8 @@ def read(kind: str, value: Any, fps: float | None, source: MediaSource) -> np.nd
             raise BadMedia(f"an audio clip of {got}; expected one axis of floats, and samples per second")
         _check_length(len(samples), rate, source.limits)
     else:
+        if isinstance(value, Mapping) and "data" in value:  # OpenAI's input_audio
+            value = f"data:;base64,{value['data']}"
         samples, rate = _of_wav(source.load("audio", value), source.limits)
     if not np.isfinite(samples).all():
         raise BadMedia("an audio clip with a NaN or an infinity; expected samples from -1 to 1")
@@ -122,7 +124,7 @@ class Clips:
         self._filters = mel_filter_bank(1 + self._width // 2, bins, 0.0, 8000.0, rate, "slaney", "slaney")
         self._hann = np.hanning(self._width + 1)[:-1]
         self.placeholder = str(getattr(tokenizer, "audio_token", PLACEHOLDER))
-        self.features = (int(tokenizer.convert_tokens_to_ids(self.placeholder)),)
+        self.features: tuple[int, ...] = (int(tokenizer.convert_tokens_to_ids(self.placeholder)),)
 
     def variant(self, given: Any, number: int) -> str:
         return ""

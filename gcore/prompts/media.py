@@ -157,8 +157,6 @@ class MediaReader:
                 return bytes(value)
             case {"bytes": bytes() as data}:
                 return data
-            case {"data": str() as data}:  # OpenAI's input_audio
-                return _of_data_url(f"data:;base64,{data}")
             case {"path": str() as path}:
                 return self._file(path, kind)
             case str() if value.startswith("data:"):
