@@ -102,11 +102,11 @@ def resample(samples: np.ndarray, rate: int, new: int) -> np.ndarray:
     firsts, parts = np.divmod(np.arange(min(up, number)) * down, up)
     at = np.arange(1 - half, half + 1) - parts[:, None] / up  # of each phase, the samples around one of the new ones
     filters = cutoff * np.sinc(cutoff * at) * np.cos(np.pi / 2 * np.clip(at / half, -1, 1)) ** 2
-    windows = sliding_window_view(np.pad(samples, (half - 1, half + down)), 2 * half)
+    windows = sliding_window_view(np.pad(samples.astype(np.float32), (half - 1, half + down)), 2 * half)
     found = np.empty(number, np.float32)
-    for phase, (first, filter_) in enumerate(zip(firsts, filters, strict=True)):
-        own = found[phase::up]
-        own[:] = windows[first::down][: len(own)] @ filter_
+    for phase, (first, filter_) in enumerate(zip(firsts, filters.astype(np.float32), strict=True)):
+        own = found[phase::up]  # einsum makes no copy of the windows
+        np.einsum("nk,k->n", windows[first::down][: len(own)], filter_, out=own)
     return found
 
 
