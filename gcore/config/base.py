@@ -143,9 +143,7 @@ class BuildModel(Section):
     def _divisible(self) -> BuildModel:
         for name, needed in TOWERS.items():
             if getattr(self, name) is not None and self.architecture != needed:
-                raise ValueError(
-                    f"{name} needs architecture={needed}, got {self.architecture}; expected it or no {name}"
-                )
+                raise ValueError(f"{name} needs architecture={needed}, got {self.architecture}; expected no {name}")
         if self.architecture != "qwen3_moe" and (self.experts, self.active_experts) != (8, 2):  # not the defaults
             raise ValueError(f"experts and active_experts need architecture=qwen3_moe, got {self.architecture}")
         if self.active_experts > self.experts:

@@ -15,9 +15,12 @@ import pytest
 
 from gcore.config.base import BuildModel, Model
 from gcore.config.data import Data, Dataset, MediaData
+from gcore.config.generation import Generation
 from gcore.config.tree import Config
 from gcore.content.media import ArrayRef, BadMedia, shown_media
 from gcore.content.processor import MediaProcessor
+from gcore.content.text import TextModality
+from gcore.content.tokens import Tokens
 from gcore.cost.shapes import model_shape, shape_of
 from gcore.media.audio import RATE, processors, resample
 from gcore.modalities.media_keys import check_media_keys
@@ -258,6 +261,13 @@ def test_built_models_of_audio():
         MODEL, load_tokenizer(MODEL), None))  # fmt: skip
     with pytest.raises(BadMedia, match="an image; expected audio clips: images are not supported for qwen2_audio"):
         templater.content({"prompt": "1", "image": np.zeros((4, 4, 3), np.uint8)})
+
+
+def test_audio_of_tools_is_refused(tokenizer: Any):
+    modality = TextModality(Generation(), tokenizer, (2,), processor=load_processor(MODEL, tokenizer, None))
+    tool = [{"role": "tool", "content": [{"type": "audio", "audio": tone()}]}]
+    with pytest.raises(UserError, match=r"ctx\.proceed: an audio clip of a tool; expected images"):
+        modality.between_turns(Tokens.steps(np.array([5, 2], np.int32)), tool)
 
 
 # --- the task
