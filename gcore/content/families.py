@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -112,7 +112,7 @@ class FamilyModule(Protocol):
 IMAGES = "gcore.media.images"
 QWEN_TOKENS = ("image_token_id", "video_token_id")
 QWEN_MARKS = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
-HEARS = MediaFamily(AUDIO, ("audio",), ("audio_token_id",), "AutoModelForSeq2SeqLM", "audio_config")
+CLIP_MARK = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 FAMILIES: dict[str, MediaFamily] = {
     "qwen2_5_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, timed=True),
     "qwen3_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, build="vision", marks=QWEN_MARKS),
@@ -121,7 +121,9 @@ FAMILIES: dict[str, MediaFamily] = {
     "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "smolvlm": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "llava_onevision": MediaFamily(IMAGES, ("image",), ("image_token_id", "video_token_id")),
-    "qwen2_audio": replace(HEARS, build="audio", marks={"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}),
+    "qwen2_audio": MediaFamily(
+        AUDIO, ("audio",), ("audio_token_id",), "AutoModelForSeq2SeqLM", "audio_config", build="audio", marks=CLIP_MARK
+    ),
 }
 # modules: towers, projectors
 TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector")
