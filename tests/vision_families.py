@@ -1,7 +1,8 @@
-"""Small vision-language models of every family, with random weights, and their processors."""
+"""Small models of every family that takes media, with random weights, their processors, engines and samples."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,9 +14,21 @@ import pytest
 import torch
 import transformers
 
+from gcore.config.base import Model
+from gcore.config.data import Data, Dataset
+from gcore.content.media import ArrayRef, Media, hash_of
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
+from gcore.generation.noise import noise_key
 from gcore.media.images import make_processor
-from gcore.prompts.tokenizer import build_char_tokenizer
-from gcore.types import Key, MicroBatch, Pixels, Sample
+from gcore.models.decoders import forbid, forbidden_tokens
+from gcore.models.networks import load_model, make_empty
+from gcore.prompts.processor import load_processor
+from gcore.prompts.source import Templater
+from gcore.prompts.tokenizer import build_char_tokenizer, load_tokenizer
+from gcore.training.critic import open_critic, value_model
+from gcore.training.shards import fill
+from gcore.types import Completion, Key, MicroBatch, Pixels, Request, Sample, SamplingParams
 
 ALPHABET = "0123456789+=? \n.<>cdenos"  # with the characters of timestamps
 SPECIAL = ("<image>", "<start>", "<end>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
@@ -166,13 +179,7 @@ def save(family: str, folder: Path, scale: float = 1.2) -> Path:
     """A model's folder, with weights large enough that attention chooses."""
     torch.manual_seed(0)
     network = transformers.AutoModelForImageTextToText.from_config(CONFIGS[family]())
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if parameter.dim() > 1:
-                embedding = 0.1 if family == "gemma3" else 0.4  # Gemma multiplies it
-                parameter.normal_(std=embedding if "embed_tokens" in name else parameter[0].numel() ** -0.5 * scale)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.3)
+    randomize(network, scale, embedding=0.1 if family == "gemma3" else 0.4)  # Gemma multiplies it
     network.save_pretrained(folder)
     made = tokenizer()
     made.chat_template = TEMPLATE.replace("IMAGE", PLACEHOLDERS.get(family, "<image>"))
@@ -184,8 +191,24 @@ def save(family: str, folder: Path, scale: float = 1.2) -> Path:
     return folder
 
 
+@torch.no_grad()
+def randomize(network: Any, scale: float = 1.2, embedding: float = 0.4) -> None:
+    for name, parameter in network.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=embedding if "embed_tokens" in name else parameter[0].numel() ** -0.5 * scale)
+        elif name.endswith("bias"):
+            parameter.normal_(std=0.3)
+
+
 def picture(seed: int, height: int = 16, width: int = 16) -> Pixels:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def sound(seed: int, samples: int) -> np.ndarray:
+    """Tones and noise."""
+    rng, at = np.random.default_rng(seed), np.arange(samples) / 16_000
+    tones = sum(np.sin(2 * np.pi * frequency * at) for frequency in rng.uniform(80, 4000, 3))
+    return (0.2 * tones + 0.05 * rng.standard_normal(samples)).astype(np.float32)
 
 
 ALONE: Any = SimpleNamespace(size=1)  # ranks that share a sample: one
@@ -212,6 +235,69 @@ def made_once(make: Callable[[str, Path], Any], folders: pytest.TempPathFactory)
     yield world
     for one in made.values():
         one.engine.close()
+
+
+def raw_image(pixels: Pixels | ArrayRef) -> Media:
+    """An image that was not processed, for engines that do so themselves."""
+    key = pixels.path if isinstance(pixels, ArrayRef) else hash_of(pixels)
+    return Media("image", key, pixels, work=(("image", pixels.shape[0] * pixels.shape[1]),))
+
+
+CPU = torch.device("cpu")
+
+
+class MediaWorld:
+    """The model in a folder, its engine, and the completions of prompts, given as their parts, two siblings each."""
+
+    def __init__(self, folder: Path, prompts: list[list[dict[str, Any]]], max_length: int = 384) -> None:
+        self.model = Model(path=str(folder))
+        self.tokenizer = load_tokenizer(self.model)
+        self.processor = load_processor(self.model, self.tokenizer, folder / "media")
+        self.network = load_model(self.model, self.tokenizer, 0, torch.float32, CPU, max_length=max_length)
+        self.templater = Templater(self.tokenizer, Data(train=Dataset(path="x")), processor=self.processor)
+        rows = [{"prompt": [{"role": "user", "content": parts}]} for parts in prompts]
+        self.contents = [self.templater.prompt(row, i, i).content for i, row in enumerate(rows)]
+        params = SamplingParams(6, stop_tokens=(self.tokenizer.eos_token_id,))
+        self.requests = [Request(c, params, noise_key(i, s)) for i, c in enumerate(self.contents) for s in range(2)]
+        self.backend = EmbeddedBackend(self.network, max_concurrent=16, max_length=max_length)
+        self.engine = SteppedEngine(self.backend)
+        self.completions = self.generate(self.requests)
+        self.samples = {
+            (i, 0): Sample(i, 0, r.content.extended(c.content), np.ones(c.content.num_steps, bool), c.logprobs_S)
+            for i, (r, c) in enumerate(zip(self.requests, self.completions, strict=True))
+        }
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        return asyncio.run(asyncio.wait_for(self.engine.generate(requests), 60))
+
+    def inputs(self, content: Any) -> dict[str, torch.Tensor]:
+        """Of the joint forward pass of transformers."""
+        raise NotImplementedError
+
+    def logprobs(self, network: Any, sample: Sample) -> torch.Tensor:
+        """Of the steps, by transformers alone."""
+        content: Any = sample.content
+        first, steps = len(content.tokens_P) - 1, torch.from_numpy(content.tokens_S.astype(np.int64))
+        logits = network(**self.inputs(content)).logits[0, first:-1].float()
+        logprobs = forbid(logits, forbidden_tokens(network.config)).log_softmax(-1)
+        return logprobs.gather(-1, steps[:, None])[:, 0]
+
+    def reference(self, sample: Sample, head: torch.Tensor | None = None) -> np.ndarray:
+        """Logprobs of the steps by transformers alone; with a `head`, their values."""
+        content: Any = sample.content
+        with torch.no_grad():
+            if head is None:
+                return self.logprobs(self.network, sample).numpy()
+            hidden = self.network.model(**self.inputs(content)).last_hidden_state
+            return (hidden[0, len(content.tokens_P) - 1 : -1] @ head).numpy()
+
+    def critic(self) -> Any:
+        """With a random head."""
+        critic = value_model(make_empty(self.model, self.tokenizer, 384, scorer=True))
+        fill(critic.network, open_critic(critic.network, self.model, 0, self.tokenizer), CPU)
+        with torch.no_grad():
+            critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
+        return critic
 
 
 def off(a: np.ndarray, b: np.ndarray) -> float:

@@ -68,15 +68,24 @@ class Section(BaseModel):
         return self
 
 
-class BuildVision(Section):
+class BuildTower(Section):
     hidden_size: PositiveInt = 64
-    """Width of the vision tower."""
+    """Width of the tower, which encodes media."""
     intermediate_size: PositiveInt = 128
     """Width of its feed-forward layers."""
     layers: PositiveInt = 2
     """Number of its layers."""
     heads: PositiveInt = 4
     """Attention heads; must divide `hidden_size`."""
+
+    @model_validator(mode="after")
+    def _heads(self) -> Self:
+        if self.hidden_size % (4 * self.heads):
+            raise ValueError(f"4 * heads={4 * self.heads} must divide hidden_size={self.hidden_size}")
+        return self
+
+
+class BuildVision(BuildTower):
     patch_size: PositiveInt = 4
     """Edge of a patch in pixels. A feature covers 2 x 2 patches."""
     image_size: PositiveInt = 16
@@ -85,12 +94,19 @@ class BuildVision(Section):
 
     @model_validator(mode="after")
     def _divisible(self) -> BuildVision:
-        if self.hidden_size % (4 * self.heads) or self.image_size % (2 * self.patch_size):
-            raise ValueError(
-                f"4 * heads={4 * self.heads} must divide hidden_size={self.hidden_size}, and 2 * patch_size="
-                f"{2 * self.patch_size} must divide image_size={self.image_size}"
-            )
+        if self.image_size % (2 * self.patch_size):
+            raise ValueError(f"2 * patch_size={2 * self.patch_size} must divide image_size={self.image_size}")
         return self
+
+
+class BuildAudio(BuildTower):
+    mel_bins: PositiveInt = 40
+    """Frequencies of the spectrogram."""
+    seconds: PositiveInt = 2
+    """Length of the longest clip."""
+
+
+TOWERS = {"vision": "qwen3", "audio": "qwen2"}  # sections of a built model, and the architecture that each needs
 
 
 class BuildModel(Section):
@@ -117,11 +133,15 @@ class BuildModel(Section):
     vision: BuildVision | None = None
     """A vision tower: the model is a small Qwen3-VL, which takes images. Only with `architecture: qwen3`. See
     docs/vision.md."""
+    audio: BuildAudio | None = None
+    """An audio encoder: the model is a small Qwen2-Audio, which takes audio clips. Only with `architecture: qwen2`. See
+    docs/audio.md."""
 
     @model_validator(mode="after")
     def _divisible(self) -> BuildModel:
-        if self.vision is not None and self.architecture != "qwen3":
-            raise ValueError(f"vision needs architecture=qwen3, got {self.architecture}; expected it or no vision")
+        for name, needed in TOWERS.items():
+            if getattr(self, name) is not None and self.architecture != needed:
+                raise ValueError(f"{name} needs architecture={needed}, got {self.architecture}; expected no {name}")
         if self.architecture != "qwen3_moe" and (self.experts, self.active_experts) != (8, 2):  # not the defaults
             raise ValueError(f"experts and active_experts need architecture=qwen3_moe, got {self.architecture}")
         if self.active_experts > self.experts:

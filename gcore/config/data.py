@@ -1,4 +1,4 @@
-"""Section `data`: datasets of prompts, and the images and videos in them."""
+"""Section `data`: datasets of prompts, and the media in them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Stored(Section):
 
 class Dataset(Stored):
     task: str | None = None
-    """A generated task instead of `path`: `arithmetic`, `needle`, `digits` (images; needs the extra `vision`),
-    `draw_digits` (needs the extra `diffusion`), `reasoning_gym/NAME` (needs the extra `reasoning-gym`), or a function
-    `package.module:NAME` or `file.py:NAME` that returns rows."""
+    """A generated task instead of `path`: `arithmetic`, `needle`, `keypad` (audio), `digits` (images; needs the extra
+    `vision`), `draw_digits` (needs the extra `diffusion`), `reasoning_gym/NAME` (needs the extra `reasoning-gym`), or a
+    function `package.module:NAME` or `file.py:NAME` that returns rows."""
     args: Arguments = {}
     """Arguments of the task."""
     size: PositiveInt | None = None
@@ -78,21 +78,23 @@ class MediaData(Section):
     max_pixels: PositiveInt = 16_777_216
     """Maximum number of pixels of an image (or of a frame). Checked before it is decoded."""
     max_images: PositiveInt = 64
-    """Maximum number of images and videos of a prompt."""
+    """Maximum number of images, videos and audio clips of a prompt."""
     max_frames: PositiveInt = 64
     """Maximum number of frames of a video. A longer one is sampled at equal distances, to this number."""
     fps: Annotated[float, Field(gt=0)] = 2.0
     """Frames per second of videos whose data do not have it: a message part may have its own `fps`, and animated images
     have durations. The model sees it, as timestamps or positions."""
+    max_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """Maximum length of an audio clip. Checked before it is decoded."""
     max_bad_rows: Count = 0
-    """Rows that may be dropped because an image is corrupt, too large, missing or outside of `folder`; they are
+    """Rows that may be dropped because a medium is corrupt, too large, missing or outside of `folder`; they are
     reported. With more of them the run ends before it starts."""
     folder: str | None = None
     """Folder that paths of images are relative to, and must be in. Default: the folder of the dataset's file."""
     allow_urls: bool = False
     """Download images from http and https addresses of the dataset when they are read."""
     optional: bool = False
-    """Allow a dataset without any image for a model that takes images."""
+    """Allow a dataset without any medium for a model that takes media."""
 
 
 class Data(Section):
@@ -109,7 +111,7 @@ class Data(Section):
     shuffle: bool = True
     """Use a seeded random order of the rows in each epoch."""
     media: MediaData = MediaData()
-    """Images and videos of the rows, for models that take them, see docs/vision.md."""
+    """Images, videos and audio clips of the rows, for models that take them, see docs/vision.md and docs/audio.md."""
 
     @property
     def eval_sets(self) -> dict[str, Dataset]:

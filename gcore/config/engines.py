@@ -18,7 +18,7 @@ class EngineTraits:
     packages: tuple[str, ...] = ()  # on PyPI, one of which is the library; the first is what Python imports
     loads_folder: bool = False  # reads the model from a folder; takes `gpu_memory_utilization` of the GPU for itself
     sleeps: bool = False  # can free the memory of its device
-    media: tuple[str, ...] = ()  # kinds of media in prompts that it takes
+    media: tuple[str, ...] = ()  # kinds of media in prompts that it takes, or "any" that the model takes
     denoises: bool = False  # takes diffusion models
     sampling_mask: bool = False  # returns the set of tokens that top-p and top-k keep
     experts: bool = False  # records the experts of each token
@@ -26,6 +26,9 @@ class EngineTraits:
     scores_at_one: bool = False  # only those at temperature 1, and it needs room for one more token
     decode_steps: bool = False  # can launch several decoding steps at once on one GPU
     computes: bool = True  # False: it only sleeps for the time of a device
+
+    def takes(self, kind: str) -> bool:
+        return kind in self.media or "any" in self.media
 
     @property
     def scores_at_any_temperature(self) -> bool:
@@ -35,7 +38,7 @@ class EngineTraits:
 ENGINES = {
     "embedded": EngineTraits(
         "gcore.generation.embedded",
-        media=("image", "video"),
+        media=("any",),
         denoises=True,
         sampling_mask=True,
         experts=True,
@@ -78,7 +81,7 @@ def engines_with(trait: str) -> str:
 
 def engines_taking(kind: str) -> str:
     """The names of the engines that take a kind of media in prompts."""
-    return _listed([name for name, traits in ENGINES.items() if kind in traits.media])
+    return _listed([name for name, traits in ENGINES.items() if traits.takes(kind)])
 
 
 def _listed(names: list[str]) -> str:

@@ -1,8 +1,10 @@
-"""Kinds of media and the families of models that take them, as data: one row each. A family names its module:
+"""Kinds of media and the families of models that take them, as data: one row each. Both name their module:
 
-processors, built_processors ──> placeholders, inputs of the tower    content/processor.py, before the engine
-build_network                ──> a small network, of model.build      models/built.py
-encode, smallest             ──> features of media                    models/towers.py, in engines and trainers
+of a kind     read   ──> the array of a value in a dataset            prompts/media.py
+              shown  ──> a small copy, for pages                      content/media.py
+of a family   processors, built_processors ──> placeholders, inputs of the tower    content/processor.py
+              build_network                ──> a small network, of model.build      models/built.py
+              encode, smallest             ──> features of media                    models/towers.py
 """
 
 from __future__ import annotations
@@ -11,29 +13,59 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gcore.config.base import BuildModel
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from gcore.config.data import MediaData
     from gcore.content.media import Media
     from gcore.content.processor import KindProcessor
 
 
 @dataclass(frozen=True, slots=True)
 class MediaKind:
-    """MediaKind("images", "uint8", "height x width x 3", ("image", "images"), rewards="images")"""
+    """MediaKind("gcore.media.pixels", "images", "uint8", "height x width x 3", ("image", "images"), "images")"""
 
+    module: str  # with the functions of KindModule
     plural: str
     dtype: str  # of its array
     shape: str  # names of the axes, or a length
     columns: tuple[str, ...]  # of datasets
     rewards: str  # the column in which reward functions receive the arrays of a prompt
 
+    @property
+    def one(self) -> str:
+        """For messages: an image."""
+        return f"{'an' if self.plural[0] in 'aeiou' else 'a'} {self.plural[:-1]}"
 
+
+class KindModule(Protocol):
+    """The functions of the module of a kind. It imports no torch."""
+
+    def read(self, kind: str, value: Any, fps: float | None, source: MediaSource) -> Any:
+        """The array of a value of a dataset, or an object that has one, such as a Video. `fps`: of frames, if the
+        dataset tells. Raises BadMedia."""
+        ...
+
+    def shown(self, array: np.ndarray) -> str:
+        """A small copy as a data URL, for pages; empty: it cannot be shown."""
+        ...
+
+
+class MediaSource(Protocol):
+    limits: MediaData
+
+    def load(self, kind: str, value: Any) -> bytes: ...  # of bytes, a path, a URL, ... Raises BadMedia
+
+
+PIXELS, AUDIO = "gcore.media.pixels", "gcore.media.audio"
 KINDS = {
-    "image": MediaKind("images", "uint8", "height x width x 3", ("image", "images"), "images"),
-    "video": MediaKind("videos", "uint8", "frames x height x width x 3", ("video", "videos"), "images"),
+    "image": MediaKind(PIXELS, "images", "uint8", "height x width x 3", ("image", "images"), "images"),
+    "video": MediaKind(PIXELS, "videos", "uint8", "frames x height x width x 3", ("video", "videos"), "images"),
+    "audio": MediaKind(AUDIO, "audio clips", "float32", "samples at 16 kHz", ("audio", "audios"), "audios"),
 }
 
 
@@ -80,6 +112,7 @@ class FamilyModule(Protocol):
 IMAGES = "gcore.media.images"
 QWEN_TOKENS = ("image_token_id", "video_token_id")
 QWEN_MARKS = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+CLIP_MARK = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 FAMILIES: dict[str, MediaFamily] = {
     "qwen2_5_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, timed=True),
     "qwen3_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, build="vision", marks=QWEN_MARKS),
@@ -88,14 +121,20 @@ FAMILIES: dict[str, MediaFamily] = {
     "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "smolvlm": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "llava_onevision": MediaFamily(IMAGES, ("image",), ("image_token_id", "video_token_id")),
+    "qwen2_audio": MediaFamily(
+        AUDIO, ("audio",), ("audio_token_id",), "AutoModelForSeq2SeqLM", "audio_config", build="audio", marks=CLIP_MARK
+    ),
 }
-TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")  # modules: towers, projectors
+# modules: towers, projectors
+TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector")
+
+
+def kind_module(kind: str) -> KindModule:
+    return cast(KindModule, importlib.import_module(KINDS[kind].module))
 
 
 def module_of(family: str) -> FamilyModule:
-    module: Any = importlib.import_module(FAMILIES[family].module)
-    found: FamilyModule = module
-    return found
+    return cast(FamilyModule, importlib.import_module(FAMILIES[family].module))
 
 
 def built_family(build: BuildModel) -> str | None:

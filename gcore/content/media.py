@@ -12,18 +12,23 @@ import hashlib
 import io
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from gcore.content.families import KINDS
+from gcore.content.families import KINDS, kind_module
 from gcore.types import Ints, Pixels, UserError
 
 MOST_INLINE = 64  # elements of an array in JSON
+MAX_SHOWN = 16  # media of a prompt in a page
 NO_PLACES: Ints = np.zeros(0, np.int32)
+
+
+class BadMedia(UserError):
+    """A row whose media cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +63,13 @@ class Video:
 class Media:
     """An image, a video, ... of a sequence: its array, and what the model's processor made of it.
 
-    Media("image", key="9f3c", pixels=ArrayRef(...), inputs={"pixel_values": ArrayRef(...)}, places=[2, 3, 4, 5],
+    Media("image", key="9f3c", array=ArrayRef(...), inputs={"pixel_values": ArrayRef(...)}, places=[2, 3, 4, 5],
     grid=(1, 2, 2))
     """
 
     kind: str  # of KINDS
     key: str  # equal for equal arrays that were processed in the same way
-    pixels: Pixels | ArrayRef  # height x width x 3; of a video, frames x height x width x 3
+    array: np.ndarray | ArrayRef  # as in KINDS: height x width x 3; of a video, frames x height x width x 3
     inputs: Mapping[str, np.ndarray | ArrayRef] = field(default_factory=dict)  # of the network's tower
     places: Ints = field(default_factory=lambda: NO_PLACES)  # in the sequence, of its features, in order
     grid: tuple[int, int, int] = (1, 1, 1)  # of the features: time, height, width
@@ -73,18 +78,18 @@ class Media:
 
     def check(self) -> None:
         """Raises UserError if the array is not of this kind."""
-        row, array, axes = KINDS[self.kind], self.pixels, KINDS[self.kind].shape.split(" x ")
+        row, array, axes = KINDS[self.kind], self.array, KINDS[self.kind].shape.split(" x ")
         is_colored = axes[-1] != "3" or array.shape[-1:] == (3,)
         if str(array.dtype) != row.dtype or len(array.shape) != len(axes) or not is_colored or not all(array.shape):
             raise UserError(
-                f"an engine request has {'an' if self.kind[0] in 'ai' else 'a'} {self.kind} of {array.dtype} and shape "
-                f"{array.shape}; expected {row.dtype}, {row.shape} (Tokens.media)"
+                f"an engine request has {row.one} of {array.dtype} and shape {array.shape}; expected {row.dtype}, "
+                f"{row.shape} (Tokens.media)"
             )
 
     @property
     def nbytes(self) -> int:
         """Bytes to send. A reference counts as 0."""
-        arrays = (self.pixels, *self.inputs.values())
+        arrays = (self.array, *self.inputs.values())
         return self.places.nbytes + sum(a.nbytes for a in arrays if not isinstance(a, ArrayRef))
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -100,7 +105,7 @@ class Media:
         return {
             "kind": self.kind,
             "key": self.key,
-            "pixels": _ref_json(self.pixels),
+            "pixels": _ref_json(self.array),
             "inputs": {name: _ref_json(value) for name, value in self.inputs.items()},
             "places": self.places.tolist(),
             "grid": list(self.grid),
@@ -133,12 +138,6 @@ def _ref_of(data: list[Any]) -> Any:
     return ArrayRef(data[0], tuple(data[1]), data[2]) if len(data) == 3 else np.array(data[0], data[1])
 
 
-def raw_image(pixels: Pixels | ArrayRef) -> Media:
-    """An image that was not processed, for engines that do so themselves."""
-    key = pixels.path if isinstance(pixels, ArrayRef) else hash_of(pixels)
-    return Media("image", key, pixels, work=(("image", pixels.shape[0] * pixels.shape[1]),))
-
-
 def hash_of(array: np.ndarray) -> str:
     array = np.ascontiguousarray(array)
     return hashlib.blake2b(f"{array.dtype}{array.shape}".encode() + array.tobytes(), digest_size=16).hexdigest()
@@ -169,8 +168,31 @@ def array_of(given: Any) -> np.ndarray | ArrayRef:
 
 def png_url(pixels: np.ndarray) -> str:
     """An image as PNG inside a data URL."""
+    return picture_url(pixels)
+
+
+def picture_url(pixels: np.ndarray, longest_side: int | None = None, kind: Literal["PNG", "JPEG"] = "PNG") -> str:
+    """Of uint8, height x width x 3; of a video the frame in the middle. It is made smaller than `longest_side`."""
     from PIL import Image
 
+    picture = Image.fromarray(np.ascontiguousarray(pixels[len(pixels) // 2] if pixels.ndim == 4 else pixels))
+    if longest_side is not None:
+        picture.thumbnail((longest_side, longest_side))
     file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    picture.save(file, kind, optimize=longest_side is not None, quality=80)  # quality: of JPEG
+    return data_url(f"image/{kind.lower()}", file.getvalue())
+
+
+def data_url(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64," + base64.b64encode(data).decode()
+
+
+def shown_media(columns: Mapping[str, Any]) -> list[str]:
+    """The media of a prompt as small data URLs, for pages. `columns`: of the prompt, with arrays or references."""
+    found = list[str]()
+    for column, kind in {row.rewards: kind for kind, row in KINDS.items()}.items():
+        given = columns.get(column)
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            arrays = (resolve(each) for each in given[:MAX_SHOWN] if isinstance(each, np.ndarray | ArrayRef))
+            found += filter(None, map(kind_module(kind).shown, arrays))
+    return found

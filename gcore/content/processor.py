@@ -9,6 +9,7 @@ processed alone, so its tensors do not depend on the other media of a prompt.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -128,11 +129,11 @@ class MediaProcessor:
         why = self._refused.get(kind, "")
         if kind not in self._kinds:
             why = f"{KINDS[kind].plural} are not supported for {self.family}"
-        elif kind != "image" and array_of(given) is given:  # without its rate
+        elif kind == "video" and array_of(given) is given:  # without its rate
             why = why or f"judges get no {KINDS[kind].plural}"
         if why:
             expected = [KINDS[known].plural for known in self._kinds if known != kind and known not in self._refused]
-            raise UserError(f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}; expected {' or '.join(expected)}: {why}")
+            raise UserError(f"{KINDS[kind].one}; expected {' or '.join(expected) or 'text'}: {why}")
 
     def _tokens(self, text: str, tokens: np.ndarray, made: Sequence[_Made]) -> Tokens:
         places = np.flatnonzero(np.isin(tokens, self._features)).astype(np.int32)
@@ -172,6 +173,20 @@ class MediaProcessor:
 
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+
+def read_settings(folder: Path, section: str) -> dict[str, Any]:
+    """Of a part of a model's processor: a section of processor_config.json, or preprocessor_config.json."""
+    whole, own = (read_json(folder / name) for name in FILES[:2])
+    settings = own[section] if isinstance(own.get(section), dict) else whole
+    if not settings:
+        raise UserError(f"model.path={folder}: no {FILES[0]}; expected the settings of its {section.replace('_', ' ')}")
+    return settings
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _named(kinds: Sequence[str]) -> str:

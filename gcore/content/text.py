@@ -16,6 +16,7 @@ from gcore.config.generation import Generation
 from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.base import Content, Modality
 from gcore.content.decoding import TextDecoder
+from gcore.content.families import KINDS
 from gcore.content.media import resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
@@ -190,8 +191,8 @@ class ConversationModality(TextModality):
 
 def _images(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:
     parts = [p for m in messages if isinstance(m.get("content"), list | tuple) for p in m["content"]]
-    if any(part.get("type") == "video" for part in parts):
-        raise UserError("ctx.proceed: a video of a tool; expected images (key: workflow)")
+    if others := [kind for part in parts if (kind := part.get("type")) in KINDS and kind != "image"]:
+        raise UserError(f"ctx.proceed: {KINDS[others[0]].one} of a tool; expected images (key: workflow)")
     return [("image", resolve(part["image"])) for part in parts if part.get("type") == "image"]
 
 

@@ -137,6 +137,8 @@ SHAPES = {
         _qwen("235B-A22B", 94, 4096, 1536, 64, 4, **MIXTURE),
     )
 }
+# of media, by their kind: the section of config.json, and how much of a medium becomes a token where it does not tell
+TOWERS = {"image": ("vision_config", 14 * 14), "audio": ("audio_config", 2)}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([BM])", re.IGNORECASE)
 
 
@@ -179,7 +181,7 @@ def model_shape(model: Model, key: str) -> Shape:
         tied=True,
         experts=build.experts if build.architecture == "qwen3_moe" else 0,
         active_experts=build.active_experts if build.architecture == "qwen3_moe" else 0,
-        towers=_towers({"vision_config": build.vision.model_dump() if build.vision else None}),
+        towers=_towers({f"{name}_config": tower for name, tower in build.model_dump().items()}),
     )
 
 
@@ -247,11 +249,11 @@ def _from_config(file: Path, option: str) -> Shape:
 
 def _towers(config: Mapping[str, Any]) -> tuple[tuple[str, CostModel], ...]:
     """Of the sections of a config.json that describe them."""
-    vision = _vision(config.get("vision_config"))
-    return () if vision is None else (("image", vision),)
+    towers = {kind: _tower(config.get(section), patch) for kind, (section, patch) in TOWERS.items()}
+    return tuple((kind, tower) for kind, tower in towers.items() if tower is not None)
 
 
-def _vision(config: Any) -> CostModel | None:
+def _tower(config: Any, patch: int) -> CostModel | None:
     """Of an encoder of patches that all attend to each other. None: there is none, or its names are unknown."""
     if not isinstance(config, dict):
         return None
@@ -259,10 +261,11 @@ def _vision(config: Any) -> CostModel | None:
     def number(*keys: str) -> float:
         return next((float(config[key]) for key in keys if isinstance(config.get(key), int | float)), 0.0)
 
-    layers, hidden = number("depth", "num_hidden_layers", "layers"), number("embed_dim", "hidden_size")
-    mlp = number("intermediate_size") or hidden * number("mlp_ratio")
+    layers = number("depth", "num_hidden_layers", "layers", "encoder_layers")
+    hidden = number("embed_dim", "hidden_size", "d_model")
+    mlp = number("intermediate_size", "encoder_ffn_dim") or hidden * number("mlp_ratio")
     if not (layers and hidden and mlp):
         return None
-    side = int(number("patch_size") or 14)
+    patch = int(number("patch_size")) ** 2 or patch
     token = 2 * layers * (4 * hidden * hidden + 2 * hidden * mlp)
-    return CostModel(2 * token / (4 * layers * hidden), causal=False, flops=token, patch=side * side)
+    return CostModel(2 * token / (4 * layers * hidden), causal=False, flops=token, patch=patch)

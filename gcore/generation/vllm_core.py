@@ -227,7 +227,7 @@ def with_images(
     from PIL import Image
 
     content = tokens_of(request.content)
-    images = {"image": [Image.fromarray(resolve(medium.pixels)) for medium in content.media]}
+    images = {"image": [Image.fromarray(resolve(medium.array)) for medium in content.media]}
     try:
         expanded = process(name, {**prompt, "multi_modal_data": images}, *args, **rest)
     except Exception as error:  # each model's processor has its own errors; an image must not stop the engine

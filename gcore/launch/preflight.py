@@ -31,6 +31,7 @@ from gcore.config.judges import RemoteJudge
 from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
 from gcore.content.families import KINDS
+from gcore.content.media import BadMedia
 from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import Roles, quiet
 from gcore.launch.build_rewarder import build_rewarder
@@ -45,7 +46,6 @@ from gcore.modalities.base import PolicyKind
 from gcore.modalities.table import kind_of
 from gcore.observe.trackers import check_trackers
 from gcore.prompts.answers import load_answered
-from gcore.prompts.media import BadMedia
 from gcore.prompts.rows import PROMPTS, check_numbers, load_rows, prompt_of, reward_columns
 from gcore.prompts.source import check_bad_rows, sample_digest, sample_of
 from gcore.rewarding.functions import FunctionSource

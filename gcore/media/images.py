@@ -7,7 +7,6 @@ is processed alone, so its tensors do not depend on the other images of a prompt
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import numpy as np
 from gcore.config.base import BuildModel
 from gcore.content.families import FAMILIES
 from gcore.content.media import Media
-from gcore.content.processor import Expanded, KindProcessor
+from gcore.content.processor import FILES, Expanded, KindProcessor, read_json, read_settings
 from gcore.media.videos import VIDEO_FILE, VideoProcessor, Videos, tower_work
 from gcore.types import Pixels, UserError
 
@@ -89,14 +88,9 @@ class Images:
 
 def processors(family: str, folder: Path, tokenizer: Any) -> dict[str, KindProcessor]:
     """Of preprocessor_config.json and processor_config.json."""
-    found = [_read(folder / name) for name in ("preprocessor_config.json", "processor_config.json")]
-    own = found[1].pop("image_processor", None)
-    settings = own if isinstance(own, dict) else found[0]
-    if not settings:
-        raise UserError(
-            f"model.path={folder}: no preprocessor_config.json; expected the settings of its image processor"
-        )
-    videos = found[1].pop("video_processor", None) or _read(folder / VIDEO_FILE) or found[0]
+    settings = read_settings(folder, "image_processor")
+    found = [read_json(folder / name) for name in FILES[:2]]
+    videos = found[1].get("video_processor") or read_json(folder / VIDEO_FILE) or found[0]
     return _both(make_processor(family, settings, {**found[0], **found[1]}, tokenizer), family, videos)
 
 
@@ -134,11 +128,6 @@ def make_processor(family: str, image: Mapping[str, Any], settings: Mapping[str,
     video = {} if family in ("gemma3", "idefics3") else {"video_processor": None}
     options = {name: settings[name] for name in SETTINGS if name in settings}
     return lenient(image_processor=image_processor, tokenizer=tokenizer, **video, **options)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text()) if file.is_file() else {}
-    return found if isinstance(found, dict) else {}
 
 
 # ---- network -------------------------------------------------------------------------------------------------------

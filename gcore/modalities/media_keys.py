@@ -24,10 +24,7 @@ def check_media_keys(config: Config, family: str | None) -> None:
         "training.backend": (training.backend == "megatron", "Megatron-Core trains models of text"),
         "training.context_parallel": (training.context_parallel > 1, f"ranks cannot share a sample with {what}"),
         "placement.trainer.tensor_parallel": (placement.tensor_parallel > 1, "matrices of a tower are not split"),
-        "generation.engine": (
-            kind not in engine.media,
-            f"{what} need {engines_taking(kind)}",
-        ),
+        "generation.engine": (not engine.takes(kind), f"{what} need {engines_taking(kind)}"),
         "generation.engine (with model.build)": (
             engine.loads_folder and config.model.build is not None,
             f"{engine.library} needs the folder of a model with its processor",

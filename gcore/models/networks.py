@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "jitter_noise")  # the last: of routers of experts
 SCORE = "score.weight"  # the head of a network with one label instead of the vocabulary: a scorer, a critic
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # suffixes after the layer's name, as in PEFT
 
@@ -405,6 +406,6 @@ def _without_dropout(network: PreTrainedModel) -> None:
     for module in network.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "jitter_noise"):  # jitter_noise: of the router in mixtures of experts
+        for name in DROPOUTS:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)

@@ -103,8 +103,10 @@ function card({ group, samples }, query) {
     top.append(open);
   }
   if (group.images) {
-    const seen = element("div", { class: "seen" }, ...group.images.map((src, i) => element("img", { src, alt: `image ${i + 1}` })));
-    box.append(element("div", { class: "said" }, element("div", { class: "who" }, group.images.length > 1 ? "images" : "image"), seen));
+    const heard = (src) => src.startsWith("data:audio");
+    const shown = (src, i) => (heard(src) ? element("audio", { src, controls: "" }) : element("img", { src, alt: `image ${i + 1}` }));
+    const seen = element("div", { class: "seen" }, ...group.images.map(shown));
+    box.append(element("div", { class: "said" }, element("div", { class: "who" }, group.images.some(heard) ? "audio" : group.images.length > 1 ? "images" : "image"), seen));
   }
   if (group.answer !== null && group.answer !== undefined) box.append(said("reference", group.answer));
   const list = element("ol", { class: "answers" }, ...samples.map((s) => answer(s, query, versions.length > 1)));

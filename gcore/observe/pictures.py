@@ -1,29 +1,26 @@
 """Pictures of logged samples, as data URIs inside the pages, which then need no files.
 
     Rollout.output: ArrayRef ──keep: copies the file──> samples/pictures ──> samples.html, report.html
-    images of a prompt ──thumbnails: small copies──> the log of samples ──> samples.html
+    media of a prompt ──content.media.shown_media: small copies──> the log of samples ──> samples.html
 
 A controller copies the files of outputs; it does not open them. The process that writes the pages reads them.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from gcore.content.media import ArrayRef
+from gcore.content.media import ArrayRef, picture_url
 from gcore.observe.files import replacing, told
 from gcore.observe.values import Row, step_of
 
 FOLDER = "pictures"
 MAX_SIDE = 512  # pixels of a picture in a page
-MAX_THUMBNAIL, MAX_THUMBNAILS = 160, 16  # pixels; images of a prompt
 MAX_GRID = 40  # pictures of an evaluation in the report
 
 
@@ -38,29 +35,6 @@ def keep(ref: ArrayRef, folder: Path) -> str:
     return target.name
 
 
-def thumbnails(images: Any) -> list[str]:
-    """Of arrays, or references to arrays."""
-    if not isinstance(images, Sequence) or isinstance(images, str):
-        return []
-    arrays = (image.read() if hasattr(image, "read") else image for image in images[:MAX_THUMBNAILS])
-    return [
-        data_uri(array, MAX_THUMBNAIL, "PNG" if max(array.shape[-3:-1]) <= 64 else "JPEG")
-        for array in arrays
-        if isinstance(array, np.ndarray) and array.ndim in (3, 4)
-    ]
-
-
-def data_uri(pixels: np.ndarray, longest_side: int, kind: Literal["PNG", "JPEG"] = "PNG") -> str:
-    """Of uint8, height x width x 3; of a video the frame in the middle."""
-    from PIL import Image
-
-    picture = Image.fromarray(np.ascontiguousarray(pixels[len(pixels) // 2] if pixels.ndim == 4 else pixels))
-    picture.thumbnail((longest_side, longest_side))
-    file = io.BytesIO()
-    picture.save(file, kind, optimize=True, quality=80)  # quality: of JPEG
-    return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()
-
-
 def with_pictures(rows: Sequence[Row], folder: Path) -> list[Row]:
     """Logged groups with their pictures as URIs. `folder`: of the logged samples."""
 
@@ -68,7 +42,7 @@ def with_pictures(rows: Sequence[Row], folder: Path) -> list[Row]:
         if (name := sample.get("picture")) is None:
             return sample
         file = folder / FOLDER / Path(str(name)).name
-        return {**sample, "picture": data_uri(np.load(file), MAX_SIDE) if file.is_file() else None}
+        return {**sample, "picture": picture_url(np.load(file), MAX_SIDE) if file.is_file() else None}
 
     return [{**row, "samples": [shown(sample) for sample in row["samples"]]} for row in rows]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gcore.config.secrets import hide
-from gcore.content.media import ArrayRef
+from gcore.content.media import ArrayRef, shown_media
 from gcore.observe.files import LineFile, whole_lines
-from gcore.observe.pictures import keep, thumbnails
+from gcore.observe.pictures import keep
 from gcore.observe.values import Row, clean, step_of
 from gcore.types import Prompt, Scored
 
@@ -98,7 +98,7 @@ def _row(step: int, phase: Phase, group: Sequence[Scored], folder: Path, hidden:
         "row": prompt.row,
         "messages": [list(message) for message in messages],
         **({} if is_plain else {"input": shortened(prompt.text)}),  # after the chat template
-        **({"images": shown} if (shown := thumbnails(prompt.columns.get("images"))) else {}),
+        **({"images": shown} if (shown := shown_media(prompt.columns)) else {}),
         "answer": None if answer is None else shortened(str(answer)),
         "siblings": len(group),
         "samples": [_sample(scored, folder, hidden) for scored in group[:MAX_SIBLINGS]],

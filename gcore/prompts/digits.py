@@ -26,17 +26,31 @@ DIGITS: Row = {
 LOOK_ALIKES = {0: 6, 1: 7, 2: 3, 3: 8, 4: 9, 5: 6, 6: 5, 7: 1, 8: 3, 9: 4}
 
 
-def _answer(digits: Sequence[int], kind: str, off: int = 0) -> str:
-    """`off`: a mistake in the sum."""
+def answer_text(digits: Sequence[int], kind: str, off: int = 0) -> str:
+    """ "39", "12" or "3+9=12". `off`: a mistake in the sum."""
     shown, total = [str(digit) for digit in digits], str(sum(digits) + off)
     return {"read": "".join(shown), "sum": total, "steps": f"{'+'.join(shown)}={total}"}[kind]
 
 
+def check_answer(args: Row, key: str) -> str:
+    kind = str(args["answer"])
+    expect(kind in ("read", "sum", "steps"), f"{key}.args.answer", "read, sum or steps", kind)
+    return kind
+
+
+def with_demonstration(problem: Row, digits: Sequence[int], args: Row, random: np.random.Generator) -> Row:
+    """With the column `demonstration`, if some are wrong."""
+    if args["sloppy"]:
+        right, kind = random.random() >= args["sloppy"], args["answer"]
+        problem["demonstration"] = answer_text(digits, kind) if right else _mistaken(digits, kind, random)
+    return problem
+
+
 def _mistaken(digits: Sequence[int], kind: str, random: np.random.Generator) -> str:
     if kind != "read":
-        return _answer(digits, kind, off=1)
+        return answer_text(digits, kind, off=1)
     wrong = random.integers(len(digits))
-    return _answer([LOOK_ALIKES[d] if i == wrong else d for i, d in enumerate(digits)], kind)
+    return answer_text([LOOK_ALIKES[d] if i == wrong else d for i, d in enumerate(digits)], kind)
 
 
 def _scans(key: str, task: str, extra: str) -> tuple[np.ndarray, np.ndarray]:
@@ -57,8 +71,7 @@ def make_digits(given: Mapping[str, Any], size: int | None, key: str) -> Dataset
     args = task_args("digits", given, DIGITS, key)
     for name, least, most in (("count", 1, 8), ("eval_pictures", 1, 1796), ("edge", 8, 512), ("size", 1, 2**31)):
         expect(least <= args[name] <= most, f"{key}.args.{name}", f"{least} to {most}", args[name])
-    kind = args["answer"]
-    expect(kind in ("read", "sum", "steps"), f"{key}.args.answer", "read, sum or steps", kind)
+    kind = check_answer(args, key)
     scans, labels = _scans(key, "digits", "vision")
     nearest = np.arange(args["edge"]) * 8 // args["edge"]
     pictures = np.repeat(scans.astype(np.uint8)[:, nearest][:, :, nearest][..., None], 3, -1)
@@ -74,12 +87,9 @@ def make_digits(given: Mapping[str, Any], size: int | None, key: str) -> Dataset
         problem = {
             "prompt": [{"role": "user", "content": parts}],
             "images": [pictures[i] for i in chosen],
-            "answer": _answer(digits, kind),
+            "answer": answer_text(digits, kind),
         }
-        if args["sloppy"]:
-            right = random.random() >= args["sloppy"]
-            problem["demonstration"] = _answer(digits, kind) if right else _mistaken(digits, kind, random)
-        return problem
+        return with_demonstration(problem, digits, args, random)
 
     return computed_rows(size or args["size"], row)
 

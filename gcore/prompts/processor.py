@@ -53,11 +53,11 @@ def load_processor(
         kinds = module.built_processors(model.build, tokenizer)
     else:
         kinds = module.processors(family, hub.model_folder(model), tokenizer)
-    taken = ENGINES[engine].media
+    traits = ENGINES[engine]
+    taken = " and ".join(row.plural for kind, row in KINDS.items() if traits.takes(kind)) or "text"
     refused = {
-        kind: f"generation.engine={engine} gets only {' and '.join(KINDS[k].plural for k in taken)} here; use "
-        f"{engines_taking(kind)} for {KINDS[kind].plural}"
+        kind: f"generation.engine={engine} gets only {taken} here; use {engines_taking(kind)} for {KINDS[kind].plural}"
         for kind in kinds
-        if kind not in taken
+        if not traits.takes(kind)
     }
     return MediaProcessor(family, tokenizer, kinds, folder, refused)

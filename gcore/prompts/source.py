@@ -22,10 +22,11 @@ from gcore.config.data import Data, Dataset
 from gcore.config.tree import Config
 from gcore.content.answers import answer_steps, render, scored_conversation
 from gcore.content.families import KINDS
+from gcore.content.media import BadMedia
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens
 from gcore.prompts.answers import ANSWERS, load_answered
-from gcore.prompts.media import COLUMNS, BadMedia, MediaReader, messages_with_media
+from gcore.prompts.media import COLUMNS, MediaReader, messages_with_media
 from gcore.prompts.rows import (
     answer_of,
     check_media,
@@ -158,7 +159,7 @@ class Templater:
             columns = {name: value for name, value in columns.items() if name not in COLUMNS}
             columns["prompt"] = list(messages)
             for medium in content.media:
-                columns.setdefault(KINDS[medium.kind].rewards, []).append(medium.pixels)
+                columns.setdefault(KINDS[medium.kind].rewards, []).append(medium.array)
         return Prompt(id=cursor, row=index, messages=messages, text=text, content=content, columns=columns)
 
     def length(self, prompt: Prompt) -> int:
@@ -189,7 +190,7 @@ class Measured:
     too_long: list[int]
     equal: list[int] = field(default_factory=list)  # pairs whose two answers are equal: neither is preferred
     digest: int = 0  # of the content of the kept rows; those of parts are added
-    bad: dict[int, str] = field(default_factory=dict)  # rows whose images cannot be used, and why
+    bad: dict[int, str] = field(default_factory=dict)  # rows whose media cannot be used, and why
     with_media: int = 0  # of the kept rows
 
 
@@ -281,11 +282,11 @@ def measure(
 
 
 def check_bad_rows(bad: Mapping[int, str], num_rows: int, limit: int, key: str) -> str | None:
-    """The message about rows whose images cannot be used; None: there are none. Raises UserError above the limit."""
+    """The message about rows whose media cannot be used; None: there are none. Raises UserError above the limit."""
     if not bad:
         return None
     shown = "; ".join(f"row {index}: {bad[index]}" for index in sorted(bad)[:3])
-    text = f"{key}: {len(bad)} of {num_rows} rows have images that cannot be used: {shown}"
+    text = f"{key}: {len(bad)} of {num_rows} rows have media that cannot be used: {shown}"
     if len(bad) > limit:
         raise UserError(f"{text} (at most {limit} may be dropped: data.media.max_bad_rows)")
     return f"{text} (dropped, data.media.max_bad_rows={limit})"

@@ -1,4 +1,4 @@
-"""Tasks that need no file: built-in arithmetic, needle and digits, and the generators of the package reasoning_gym."""
+"""Tasks that need no file: arithmetic, needle, digits, keypad, and the generators of the package reasoning_gym."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from gcore.prompts.digits import make_digits, make_draw_digits
 from gcore.prompts.files import DatasetRows, Row, computed_rows
+from gcore.prompts.keypad import make_keypad
 from gcore.prompts.task_args import expect, nearest, split_of, task_args
 from gcore.types import UserError
 from gcore.user_files import load_function, one_line
@@ -200,4 +201,5 @@ TASKS: dict[str, Callable[[Mapping[str, Any], int | None, str], DatasetRows]] = 
     "needle": _needle,
     "digits": make_digits,
     "draw_digits": make_draw_digits,
+    "keypad": make_keypad,
 }

@@ -29,7 +29,7 @@ EXPECTED = (
 )
 # parameters that G-Core fills, by style; all others come from the dataset's columns or from the recipe
 OWN: dict[Style, frozenset[str]] = {
-    "trl": frozenset({"prompts", "completions", "completion_ids", "images"}),
+    "trl": frozenset({"prompts", "completions", "completion_ids", "images", "audios"}),
     "verl": frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
     "openrlhf": frozenset({"queries", "prompts", "labels"}),
 }

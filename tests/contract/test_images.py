@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from gcore.clients import EngineClient
-from gcore.content.media import raw_image
 from gcore.generation.pool import EnginePool
 from gcore.models.decoders import forbid
 from gcore.prompts.tokenizer import build_char_tokenizer
@@ -37,6 +36,7 @@ from tests.contract.test_engine import (
     weights_of,
 )
 from tests.contract.test_vllm_engine import BLOCK, cached_prompts
+from tests.vision_families import raw_image
 
 missing = not VLLM or importlib.util.find_spec("PIL") is None
 pytestmark = pytest.mark.skipif(missing, reason="vllm or Pillow is not installed")
@@ -137,7 +137,7 @@ def exactly(network: Any, request: Request, completion: Completion) -> bool:
         [MARK, WHOLE] + [IMAGE] * SPACE + [MARK] if token == IMAGE else [token] for token in request.content.tokens_T
     ]
     tokens = [int(token) for part in spread for token in part]
-    images = [medium.pixels for medium in request.content.media]
+    images = [medium.array for medium in request.content.media]
     seen = processor().image_processor(images, input_data_format="channels_last", return_tensors="pt")
     pixels = {name: seen[name] for name in ("pixel_values", "pixel_attention_mask")}
     with torch.no_grad():

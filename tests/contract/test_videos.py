@@ -7,7 +7,6 @@ comparison with its video processors.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,26 +19,15 @@ import torch
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from gcore.config.base import Model
-from gcore.config.data import Data, Dataset
-from gcore.content.media import Media, Video
-from gcore.generation.embedded import EmbeddedBackend
-from gcore.generation.engine_shell import SteppedEngine
-from gcore.generation.noise import noise_key
+from gcore.content.media import BadMedia, Media, Video
 from gcore.media.videos import VideoProcessor, edges_of_video
-from gcore.models.decoders import forbid, forbidden_tokens
-from gcore.models.networks import load_model, make_empty
 from gcore.models.towers import positions_of
-from gcore.prompts.media import BadMedia
 from gcore.prompts.processor import load_processor
-from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.training.critic import open_critic, value_model
 from gcore.training.media_model import MediaLogprobModel
-from gcore.training.shards import fill
-from gcore.types import Completion, Pixels, Request, Sample, SamplingParams, UserError
-from tests.vision_families import HALF, VIDEOS, computed, made_once, off, picture, save
+from gcore.types import Pixels, UserError
+from tests.vision_families import HALF, VIDEOS, MediaWorld, computed, made_once, off, picture, save
 
-CPU = torch.device("cpu")
 CLOSE = 1e-5
 FAMILIES = list(VIDEOS)
 
@@ -73,31 +61,12 @@ PROMPTS: list[list[dict[str, Any]]] = [
 ]
 
 
-class World:
-    """A family's model, its engine, and the completions of prompts, two siblings each."""
-
+class World(MediaWorld):
     def __init__(self, family: str, folder: Path) -> None:
-        self.family, self.model = family, Model(path=str(save(family, folder)))
-        self.tokenizer = load_tokenizer(self.model)
-        self.vision = load_processor(self.model, self.tokenizer, folder / "media")
-        self.network = load_model(self.model, self.tokenizer, 0, torch.float32, CPU, max_length=384)
-        self.templater = Templater(self.tokenizer, Data(train=Dataset(path="x")), processor=self.vision)
-        rows = [{"prompt": [{"role": "user", "content": parts}]} for parts in PROMPTS]
-        self.contents = [self.templater.prompt(row, i, i).content for i, row in enumerate(rows)]
-        params = SamplingParams(6, stop_tokens=(self.tokenizer.eos_token_id,))
-        self.requests = [Request(c, params, noise_key(i, s)) for i, c in enumerate(self.contents) for s in range(2)]
-        self.engine = SteppedEngine(EmbeddedBackend(self.network, max_concurrent=16, max_length=384))
-        self.completions = self.generate(self.requests)
-        self.samples = {
-            (i, 0): Sample(i, 0, r.content.extended(c.content), np.ones(c.content.num_steps, bool), c.logprobs_S)
-            for i, (r, c) in enumerate(zip(self.requests, self.completions, strict=True))
-        }
-
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        return asyncio.run(asyncio.wait_for(self.engine.generate(requests), 60))
+        self.family = family
+        super().__init__(save(family, folder), PROMPTS)
 
     def inputs(self, content: Any) -> dict[str, torch.Tensor]:
-        """Of the joint forward pass."""
         tokens = torch.from_numpy(content.tokens_T.astype(np.int64))[None]
         config = self.network.config
         kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
@@ -111,17 +80,6 @@ class World:
             seconds = [medium.seconds for medium in content.media if medium.kind == "video"]
             found["second_per_grid_ts"] = torch.tensor(seconds)
         return found
-
-    def reference(self, sample: Sample, head: torch.Tensor | None = None) -> np.ndarray:
-        """Logprobs of the steps by transformers alone; with a `head`, their values."""
-        content: Any = sample.content
-        first, steps = len(content.tokens_P) - 1, torch.from_numpy(content.tokens_S.astype(np.int64))
-        with torch.no_grad():
-            if head is not None:
-                return (self.network.model(**self.inputs(content)).last_hidden_state[0, first:-1] @ head).numpy()
-            logits = self.network(**self.inputs(content)).logits[0, first:-1].float()
-        logprobs = forbid(logits, forbidden_tokens(self.network.config)).log_softmax(-1)
-        return logprobs.gather(-1, steps[:, None])[:, 0].numpy()
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +163,7 @@ def test_media_of_a_prompt(family: str, worlds: Callable[[str], World]):
     assert [m.grid for m in found] == [(2, 2, 3), (1, 2, 2), (1, 2, 2)]
     assert [m.seconds for m in found] == [2.0, 0.0, 2 / 0.7]
     assert [len(m.places) for m in found] == [12, 4, 4]
-    assert np.array_equal(found[0].pixels.read(), frames(1, 4, 16, 24))
+    assert np.array_equal(found[0].array.read(), frames(1, 4, 16, 24))
     assert Media.from_json(found[0].as_json()).seconds == 2.0
     assert [size for _, size in world.contents[1].work.media] == [
         384,
@@ -228,7 +186,7 @@ def test_videos_that_do_not_fit_are_refused(worlds: Callable[[str], World], tmp_
     with pytest.raises(BadMedia, match="a video with fps=0; expected a number above 0"):
         world.templater.content({"prompt": [{"role": "user", "content": [video(0, 2, fps=0)]}]})
     with pytest.raises(UserError, match="video, and placeholders of image in the prompt"):
-        world.vision.content("<start><image><end>", [("video", Video(frames(0, 2), 2.0))])
+        world.processor.content("<start><image><end>", [("video", Video(frames(0, 2), 2.0))])
     vllm = load_processor(world.model, world.tokenizer, None, engine="vllm")
     with pytest.raises(UserError, match=r"a video; expected images: generation\.engine=vllm gets only images"):
         vllm.content("<start><video><end>", [("video", Video(frames(0, 2), 2.0))])
@@ -265,10 +223,7 @@ def test_engine_and_trainer_are_the_joint_forward_pass(family: str, worlds: Call
     expected = {key: world.reference(world.samples[key]) for key in keys}
     for key in keys:
         assert off(world.samples[key].rollout_logprobs_S, expected[key]) < CLOSE
-    critic = value_model(make_empty(world.model, world.tokenizer, 384, scorer=True))
-    fill(critic.network, open_critic(critic.network, world.model, 0, world.tokenizer), CPU)
-    with torch.no_grad():
-        critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
+    critic = world.critic()
     values = {key: world.reference(world.samples[key], critic.network.score.weight[0]) for key in keys}
     for rows in ([keys[:3], keys[3:6], keys[6:]], [[key] for key in keys], [keys]):
         model = MediaLogprobModel(world.network)
@@ -283,9 +238,9 @@ def test_it_sees_the_order_of_frames_and_the_time(family: str, worlds: Callable[
     world = worlds(family)
     request = world.requests[0]
     (own,) = request.content.media
-    turned = world.vision.content("<start><video><end>0+7=", [("video", Video(frames(0, 5)[::-1].copy(), 2.0))])
-    slow = world.vision.content("<start><video><end>0+7=", [("video", Video(frames(0, 5), 0.5))])
-    plain = world.vision.content("<start><video><end>0+7=", [("video", Video(frames(0, 5), 2.0))])
+    turned = world.processor.content("<start><video><end>0+7=", [("video", Video(frames(0, 5)[::-1].copy(), 2.0))])
+    slow = world.processor.content("<start><video><end>0+7=", [("video", Video(frames(0, 5), 0.5))])
+    plain = world.processor.content("<start><video><end>0+7=", [("video", Video(frames(0, 5), 2.0))])
     a, b, c = world.generate([replace(request, content=each) for each in (plain, turned, slow)])
     assert off(a.logprobs_S[:1], b.logprobs_S[:1]) > 1e-4 and off(a.logprobs_S[:1], c.logprobs_S[:1]) > 1e-4
     assert own.key == plain.media[0].key

@@ -170,7 +170,7 @@ def test_kill_and_resume(tmp_path, one):
     [
         ({"model": TEXT}, "column 'images' holds"),
         ({"data": RECIPE["data"]}, "no image in 80 rows, and the model takes images"),
-        ({"data": {**SMALL["data"], "media": {"max_pixels": 100}}}, "of 40 rows have images that cannot be used"),
+        ({"data": {**SMALL["data"], "media": {"max_pixels": 100}}}, "of 40 rows have media that cannot be used"),
         ({"training": {"vision_lr": 1e-3}, "model": TEXT, "data": RECIPE["data"]}, "training.vision_lr"),
         ({"training": {"context_parallel": 2}}, "training.context_parallel=2"),
     ],

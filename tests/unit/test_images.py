@@ -15,7 +15,6 @@ import torch
 
 from gcore.clients import EngineClient
 from gcore.config.base import BuildModel, Model
-from gcore.content.media import raw_image
 from gcore.content.tokens import Tokens
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine
@@ -27,6 +26,7 @@ from gcore.generation.vllm_core import with_images
 from gcore.models.networks import load_model
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, Pixels, Request, SamplingParams, UserError
+from tests.vision_families import raw_image
 
 
 def image(seed: int = 0, height: int = 4, width: int = 6) -> Pixels:
@@ -45,7 +45,7 @@ def test_siblings_travel_with_one_copy():
     siblings = [ask(picture, key=i) for i in range(8)]
     sent = pickle.dumps(siblings, protocol=5)
     assert picture.nbytes < len(sent) < 1.1 * picture.nbytes
-    assert all(np.array_equal(request.content.media[0].pixels, picture) for request in pickle.loads(sent))
+    assert all(np.array_equal(request.content.media[0].array, picture) for request in pickle.loads(sent))
     assert Request(Tokens(np.array([4], np.int32)), SamplingParams(8), 0).content.media == ()
 
 

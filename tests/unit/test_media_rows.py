@@ -16,11 +16,12 @@ from PIL import Image
 
 from gcore.config.base import BuildModel, Model
 from gcore.config.data import Data, Dataset, MediaData
-from gcore.content.media import ArrayRef
+from gcore.content.media import ArrayRef, BadMedia, Video
 from gcore.content.processor import MediaProcessor
 from gcore.media.images import processors
+from gcore.media.pixels import read_image, read_video
 from gcore.prompts import media
-from gcore.prompts.media import BadMedia, MediaReader, Value, has_media, messages_with_media
+from gcore.prompts.media import MediaReader, Value, has_media, messages_with_media
 from gcore.prompts.processor import load_processor
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import Templater, check_bad_rows, measure
@@ -39,8 +40,16 @@ def png(pixels: np.ndarray, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def reader(root: Path | None = None, **limits: Any) -> MediaReader:
-    return MediaReader(MediaData(**limits), root)
+class Reader(MediaReader):
+    def image(self, value: Any) -> np.ndarray:
+        return read_image(value, self)
+
+    def video(self, value: Any, fps: float | None = None) -> Video:
+        return read_video(value, fps, self)
+
+
+def reader(root: Path | None = None, **limits: Any) -> Reader:
+    return Reader(MediaData(**limits), root)
 
 
 # --- where media are in a row
@@ -72,7 +81,7 @@ def test_styles_of_datasets():
     [
         ({"images": ["a"]}, [PART, PART], "more image parts than images"),
         ({"images": ["a", "b"]}, [PART], "1 more images in the row's columns than parts"),
-        ({}, [{"type": "audio"}], "a message part of type 'audio'"),
+        ({}, [{"type": "audio"}], "more audio parts than audios"),
     ],
 )
 def test_numbers_that_differ_are_bad(row, content, message):
@@ -194,7 +203,7 @@ def test_images_behind_addresses_have_a_largest_size_and_a_longest_time(monkeypa
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     try:
-        allowed = MediaReader(MediaData(allow_urls=True), None)
+        allowed = reader(allow_urls=True)
         assert np.array_equal(allowed.image(f"{address}/good.png"), picture(3))
         with pytest.raises(BadMedia, match="has more than 1 MB; expected an image"):
             allowed.image(f"{address}/endless")
@@ -255,7 +264,7 @@ def test_rows_by_reference_and_a_budget_of_bad_ones(tokenizer, tmp_path):
     good = {"prompt": "1+1=", "images": [picture(0), picture(1)], "answer": "2"}
     prompt = templater.prompt(good, 0, 0)
     assert all(
-        isinstance(m.pixels, ArrayRef) and isinstance(m.inputs["pixel_values"], ArrayRef) for m in prompt.content.media
+        isinstance(m.array, ArrayRef) and isinstance(m.inputs["pixel_values"], ArrayRef) for m in prompt.content.media
     )
     assert np.array_equal(prompt.columns["images"][1].read(), picture(1)) and prompt.columns["answer"] == "2"
     assert prompt.content.nbytes < 1000 and [m.grid for m in prompt.content.media] == [(1, 2, 2)] * 2
@@ -266,7 +275,7 @@ def test_rows_by_reference_and_a_budget_of_bad_ones(tokenizer, tmp_path):
     assert measure(rows[:1], templater, 99).digest != measure(rows[3:], templater, 99).digest  # the pixels count
     assert "(dropped, data.media.max_bad_rows=1)" in str(check_bad_rows(found.bad, 4, 1, "data.train"))
     with pytest.raises(
-        UserError, match=r"data\.train: 1 of 4 rows have images that cannot be used: row 1: 1 bytes that"
+        UserError, match=r"data\.train: 1 of 4 rows have media that cannot be used: row 1: 1 bytes that"
     ):
         check_bad_rows(found.bad, 4, 0, "data.train")
     assert measure([good], templater, 10).too_long == [0]  # measured after expansion

@@ -117,4 +117,4 @@ def test_pictures_that_a_tool_gave_a_conversation_of_its_own(tmp_path: Path):
     ((scored,),) = load_pending_groups(tmp_path, prompt_at)
     found: Any = scored.rollout.content
     assert found.own_context and found.tokens_T.tolist() == content.tokens_T.tolist()
-    assert [(one.key, one.pixels, one.places.tolist()) for one in found.media] == [("9f3c", media.pixels, [6])]
+    assert [(one.key, one.array, one.places.tolist()) for one in found.media] == [("9f3c", media.array, [6])]

@@ -55,8 +55,7 @@ def test_it_sees_the_prompt_and_pictures_that_are_answers(tmp_path: Path):
     answer = asyncio.run(source.answer(group))
     assert answer.values == [3.0, 3.0]
     assert [
-        [np.asarray(m.pixels.read() if hasattr(m.pixels, "read") else m.pixels).tolist() for m in q.media]
-        for q in asked
+        [np.asarray(m.array.read() if hasattr(m.array, "read") else m.array).tolist() for m in q.media] for q in asked
     ] == [
         [picture(0).tolist()],
         [picture(0).tolist(), picture(1).tolist()],

@@ -1,5 +1,5 @@
-"""Training with images on two ranks, as copies and in shards, gives the losses and the weights of one rank; adapters on
-either part of the model; gradients against transformers' own joint forward pass."""
+"""Training with images, or audio clips, on two ranks, as copies and in shards, gives the losses and the weights of one
+rank; adapters on either part of the model; gradients against transformers' own joint forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gcore.cost.workload import CostModel
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.models.networks import LORA_A, LORA_B, SCORE, adapters_of
-from gcore.models.towers import tower_parameters
+from gcore.models.towers import tower_of, tower_parameters
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
@@ -34,6 +34,7 @@ from gcore.training.media_model import MediaLogprobModel
 from gcore.training.rank import TrainerRank
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 from gcore.weights.bucket import unpack_bucket
+from tests.e2e.test_audio import BUILD as HEARING
 from tests.e2e.test_vision import SMALL
 from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import config_of
@@ -45,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all weights": {},
     "adapters": {"lora": {"rank": 4, "parts": ["text", "vision"]}},
     "critic": {},
+    "audio": {"build": HEARING},
 }
 
 
@@ -131,9 +133,12 @@ def test_two_ranks_train_as_one(trained: Path, case: str, shard: int):
     assert pair[0][1].keys() == alone[1].keys() and min(rank[2] for rank in pair) > 0
     for name, value in alone[1].items():
         assert torch.allclose(pair[0][1][name], value, atol=1e-5, rtol=0), name
-    start = dict(network_of(config_for(case)).named_parameters())
+    network = network_of(config_for(case))
+    start = dict(network.named_parameters())
     moved = [n for n in alone[1] if n.endswith(LORA_B) or (n in start and not torch.equal(alone[1][n], start[n]))]
-    assert any(".visual." in name for name in moved) and any("language_model" in name for name in moved)
+    towers = tuple(tower_of(network))
+    assert any(name.startswith(towers) for name in moved) and any("language_model" in name for name in moved)
+    assert not any("embed_positions" in name for name in moved)  # of an audio encoder: they are frozen
     if case == "critic":
         assert all(row[1]["critic/loss"].value > 1e-2 for row in alone[0])
         values = {n.removeprefix("critic/"): v for n, v in alone[1].items() if n.startswith("critic/")}

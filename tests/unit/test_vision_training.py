@@ -42,7 +42,7 @@ from gcore.types import MicroBatch, Request, Sample, SamplingParams, TrainBatch,
 from tests.e2e.test_vision import SMALL
 from tests.unit.test_training import batch_of, config_of
 from tests.unit.test_training import update as train
-from tests.vision_families import picture
+from tests.vision_families import picture, sound
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
@@ -57,11 +57,17 @@ def network_of(config: Config) -> Any:
 
 
 def contents(config: Config, folder: Path, images: list[list[int]]) -> list[Tokens]:
-    """Prompts with pictures of these seeds."""
+    """Prompts with pictures of these seeds, or with sounds, for a model that hears."""
     tokenizer = load_tokenizer(config.model)
     data = Data(train=config.data.train)
     templater = Templater(tokenizer, data, processor=load_processor(config.model, tokenizer, folder))
-    rows = [{"prompt": f"{i}+1=", "images": [picture(seed) for seed in seeds]} for i, seeds in enumerate(images)]
+    made = {"images": picture}
+    if config.model.build.audio is not None:
+        made = {"audios": lambda seed: {"array": sound(seed, 3_000 + 400 * seed), "sampling_rate": 16_000}}
+    rows = [
+        {"prompt": f"{i}+1=", **{column: [make(seed) for seed in seeds] for column, make in made.items()}}
+        for i, seeds in enumerate(images)
+    ]
     return [templater.content(row)[2] for row in rows]
 
 
@@ -230,9 +236,7 @@ def test_images_of_tools_in_later_turns(tmp_path):
     saved = {name: np.array(array) for name, array in whole.step_arrays().items()}
     again = prompt.with_steps(saved)
     assert np.array_equal(again.tokens_T, whole.tokens_T) and again.digest() == whole.digest()
-    assert np.array_equal(again.media[1].pixels.read(), picture(9)) and np.array_equal(
-        again.media[1].places, places[4:]
-    )
+    assert np.array_equal(again.media[1].array.read(), picture(9)) and np.array_equal(again.media[1].places, places[4:])
     network = network_of(config)
     engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=8, max_length=48))
     (found,) = asyncio.run(engine.generate([Request(whole, SamplingParams(4), 1)]))
