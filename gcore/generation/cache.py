@@ -9,8 +9,57 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
+class LayerState:
+    """The states of a recurrent layer, [rows, ...] each: of convolutions and of the recurrence. A layer of transformers
+    finds both here by number, and replaces or changes them in a forward pass."""
+
+    record_past = False
+
+    def __init__(self, cache: RowCache) -> None:
+        self._cache = cache
+        self._conv: dict[int, Tensor] = {}
+        self._recurrent: dict[int, Tensor] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self._conv.values(), *self._recurrent.values()]
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return {number: state[self._cache.active] for number, state in self._conv.items()}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return {number: state[self._cache.active] for number, state in self._recurrent.items()}
+
+    def update_conv_state(self, new_BDW: Tensor, number: int, conv_kernel_size: int | None = None) -> Tensor:
+        """Returns the new inputs after those that the kernel still sees. Keeps the last ones."""
+        width = conv_kernel_size or new_BDW.shape[-1]
+        if self._cache.continues:
+            whole = torch.cat([self.conv_states[number], new_BDW], -1)
+        else:
+            whole = torch.nn.functional.pad(new_BDW, (max(width - new_BDW.shape[-1], 0), 0))
+        self._put(self._conv, number, whole[..., -width:])
+        return whole
+
+    def update_recurrent_state(self, state: Tensor, number: int) -> Tensor:
+        self._put(self._recurrent, number, state)
+        return state
+
+    def _put(self, states: dict[int, Tensor], number: int, state: Tensor) -> None:
+        if number not in states:
+            states[number] = state.new_zeros(self._cache.num_rows, *state.shape[1:])
+        states[number][self._cache.active] = state
+
+    def grow(self, num_rows: int) -> None:
+        for states in (self._conv, self._recurrent):
+            for number, old in states.items():
+                states[number] = torch.cat([old, old.new_zeros(num_rows - len(old), *old.shape[1:])])
+
+
 class RowCache(Cache):
-    """Keys and values as [rows, heads, length, dim] per layer. Implements the Cache of transformers.
+    """Keys and values as [rows, heads, length, dim] per layer, and the states of recurrent layers. Implements the Cache
+    of transformers.
 
     Before each forward pass the engine calls `begin_prefill` (these rows, from one position on) or `begin_step` (one
     more token for each of the first n rows, each at its own position).
@@ -19,16 +68,32 @@ class RowCache(Cache):
     def __init__(self, num_layers: int) -> None:
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
-        self.layers = []  # transformers reads layer kinds from here; none of them applies
+        self.layers = [LayerState(self) for _ in range(num_layers)]
         self.num_rows = self.length = self.read_length = 0
         self._rows: Tensor | None = None  # rows of the current prefill; None in a decoding step
         self._start = 0  # of the current prefill
+        self._num_active = 0
         self._step_rows: Tensor | None = None
         self._write_at: Tensor | None = None
 
     @property
+    def active(self) -> Tensor | slice:
+        """The rows of the current forward pass."""
+        return slice(self._num_active) if self._rows is None else self._rows
+
+    @property
+    def continues(self) -> bool:
+        """Whether these rows have tokens in the cache before those of the current forward pass."""
+        return self._rows is None or self._start > 0
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        states = [tensor for layer in self.layers for tensor in layer.tensors]
+        return states + [tensor for tensor in (*self.keys, *self.values) if tensor is not None]
+
+    @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values) if tensor is not None)
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def reserve(self, num_rows: int, length: int) -> None:
         """Grow to at least this size and keep the contents."""
@@ -41,6 +106,8 @@ class RowCache(Cache):
                     new = old.new_zeros(self.num_rows, old.shape[1], self.length, old.shape[3])
                     new[: old.shape[0], :, : old.shape[2]] = old
                     tensors[i] = new
+        for layer in self.layers:
+            layer.grow(self.num_rows)
 
     def begin_prefill(self, rows: Tensor, width: int, start: int = 0) -> None:
         """Of the tokens from `start` to `width`. Those before `start` are in the cache."""
@@ -49,6 +116,7 @@ class RowCache(Cache):
 
     def begin_step(self, positions_B: Tensor, read_length: int) -> None:
         self._rows, self.read_length = None, read_length
+        self._num_active = len(positions_B)
         self._step_rows = torch.arange(len(positions_B), device=positions_B.device)
         self._write_at = positions_B
 
@@ -85,6 +153,31 @@ class RowCache(Cache):
             for tensor in tensors:
                 if tensor is not None:
                     tensor[targets, :, :length] = tensor[source, :, :length]
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                tensor[targets] = tensor[source].clone()
+
+    def forget_states(self, row: int) -> None:
+        """Of a sequence that begins with a decoding step."""
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                tensor[row] = 0
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        return self.layers[layer_idx].update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.layers[layer_idx].update_recurrent_state(recurrent_states, state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.continues
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """As MiniMax names the state of its recurrent layers."""
+        return self.layers[layer_idx].recurrent_states[0] if self.continues else None
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.layers[layer_idx].update_recurrent_state(state, 0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.read_length

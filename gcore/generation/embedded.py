@@ -35,7 +35,7 @@ from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
-from gcore.models.decoders import as_argument, feature_tokens, routers_of, traits_of
+from gcore.models.decoders import feature_tokens, routers_of, traits_of
 from gcore.models.networks import Adapters, adapters_of, load_model
 from gcore.models.towers import takes_media
 from gcore.threads import use_threads
@@ -141,6 +141,8 @@ class EmbeddedBackend(DecodeBackend):
             self._rows.put(i, job.request)
             if len(tokens_T) > 1:
                 prompts.setdefault(job.content.prefix_key(), []).append(i)
+            else:
+                self._cache.forget_states(i)
         self.jobs.extend(jobs)
         if prompts:
             self._prefill(list(prompts.values()))
@@ -156,9 +158,13 @@ class EmbeddedBackend(DecodeBackend):
         while start < len(groups):
             stop = start + 1
             while stop < len(groups) and (stop + 1 - start) * self._rows.length[groups[stop][0]] <= PREFILL_TOKENS:
+                if self._traits.recurrent and self._rows.length[groups[stop][0]] != self._rows.length[groups[start][0]]:
+                    break  # padding would change the state after the prompt
                 stop += 1
             part, start = groups[start:stop], stop
-            width = _round_up(int(max(self._rows.length[rows[0]] for rows in part)), KEY_BLOCK)
+            width = int(max(self._rows.length[rows[0]] for rows in part))
+            if not self._traits.recurrent:
+                width = _round_up(width, KEY_BLOCK)
             contents = [self.jobs[rows[0]].content for rows in part]
             tokens_BW = self._padded([content.tokens_T[:-1] for content in contents], len(part), width)
             inputs, feature_positions, blocks = dict[str, Any](), None, None
@@ -214,7 +220,7 @@ class EmbeddedBackend(DecodeBackend):
         """The output of the decoder. Not of the whole model, whose joint modules would search for media."""
         state = {"past_key_values": self._cache if cached else None, "use_cache": cached}
         decoder = self._model.get_decoder()
-        output = decoder(**inputs, position_ids=positions, attention_mask=as_argument(masks), **state)
+        output = decoder(**inputs, position_ids=positions, attention_mask=self._traits.as_argument(masks), **state)
         return output.last_hidden_state
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

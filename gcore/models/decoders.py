@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gcore.content.families import FAMILIES
+from gcore.models.recurrent import RECURRENT
 from gcore.types import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -25,8 +26,12 @@ BY_LAYER = {  # `layer_types` lists which layers have the window
     *("cohere2", "exaone4", "smollm3"),
 }
 SCALED = {"gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "granite", "granitemoe"}  # capped or multiplied
-VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | {"llama"}
-EAGER = {"gpt_oss"}  # attention sinks: sdpa in transformers leaves them out
+STATEFUL = {  # with recurrent layers
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "nemotron_h"),
+    *("falcon_h1", "bamba", "granitemoehybrid", "jamba", "mamba2", "lfm2", "lfm2_moe"),
+}
+VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | {"llama"}
+EAGER = {"gpt_oss", "mamba2"}  # attention sinks, which sdpa in transformers leaves out; no attention at all
 # Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
 AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention
@@ -51,7 +56,7 @@ class Traits:
     ) -> dict[str, Tensor]:
         """One mask per kind of layer. `seen` [..., Q, K] is that of full attention. Keys are at 0, 1, ... K - 1 and
         queries at `query_at`, of shape [..., Q, 1]. `blocks` [..., Q, K]: pairs of features of one medium."""
-        masks = {FULL: seen} if FULL in self.kinds else {}
+        masks = {FULL: seen} if {FULL, "hybrid"} & set(self.kinds) else {}
         if SLIDING in self.kinds:
             assert self.window is not None
             masks[SLIDING] = seen & (torch.arange(seen.shape[-1], device=seen.device) > query_at - self.window)
@@ -61,6 +66,19 @@ class Traits:
             zero, lowest = torch.zeros((), dtype=dtype, device=seen.device), torch.finfo(dtype).min
             return {kind: torch.where(mask, zero, lowest) for kind, mask in masks.items()}
         return masks
+
+    @property
+    def recurrent(self) -> bool:
+        return not RECURRENT.isdisjoint(self.kinds)
+
+    def as_argument(self, masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor | None] | None:
+        """`attention_mask` for the decoders of transformers: one tensor if all layers are of one kind. Layers that have
+        no attention get no mask."""
+        if not masks:
+            return None
+        if self.recurrent:
+            return {**dict.fromkeys(RECURRENT), **masks}
+        return next(iter(masks.values())) if len(masks) == 1 else dict(masks)
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Output of the last linear layer -> logits of the model."""
@@ -78,11 +96,6 @@ def forbid(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
     if not tokens:
         return logits
     return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), MASKED_LOGIT)
-
-
-def as_argument(masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """`attention_mask` for the decoders of transformers: one tensor if all layers are of one kind."""
-    return next(iter(masks.values())) if len(masks) == 1 else dict(masks)
 
 
 def implementation(config: Any) -> str:
@@ -138,7 +151,7 @@ def _layers(config: Any) -> tuple[tuple[str, ...], int | None]:
         kinds = list(declared)[:num_layers]
     if limits := [f"{name}={getattr(config, name)}" for name in LONG_SEQUENCE_LIMITS if getattr(config, name, None)]:
         raise _unsupported(config, f"limits attention ({', '.join(limits)})")
-    if unknown := sorted(set(kinds) - {FULL, SLIDING}):
+    if unknown := sorted(set(kinds) - {FULL, SLIDING, "mlp", "moe"} - RECURRENT):
         raise _unsupported(config, f"has layers of kind {', '.join(unknown)}")
     if SLIDING in kinds and (family not in ONE_WINDOW | BY_LAYER or window is None):
         raise _unsupported(config, f"has layers of kind {SLIDING} (sliding_window={window})")
@@ -245,7 +258,7 @@ def check_network(network: Any) -> None:
     """Compare a network of a family that no test covers: the logprobs of two short sequences, packed as in training,
     must equal those of each alone."""
     traits = traits_of(network.config)
-    if getattr(network, "_is_stateful", False):
+    if getattr(network, "_is_stateful", False) and not traits.recurrent:
         raise _unsupported(network.config, "keeps a recurrent state")
     if network.config.model_type in VERIFIED | set(FAMILIES):
         return
@@ -261,7 +274,7 @@ def check_network(network: Any) -> None:
             .get_decoder()(
                 input_ids=torch.cat(parts)[None],
                 position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None],
-                attention_mask=as_argument(traits.masks(seen[None, None], at[:, None], network.dtype)),
+                attention_mask=traits.as_argument(traits.masks(seen[None, None], at[:, None], network.dtype)),
                 use_cache=False,
             )
             .last_hidden_state

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
-from gcore.models.decoders import MASKED_LOGIT, as_argument, implementation, routers_of, traits_of
+from gcore.models.decoders import MASKED_LOGIT, implementation, routers_of, traits_of
+from gcore.models.recurrent import Recurrence, Samples
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
 from gcore.training.fused_head import Candidates, Head, Scaling, allowed_tokens, token_logprobs
@@ -49,6 +50,7 @@ class Packed:
     sampling_mask: Candidates | None = None
     is_padding: bool = False  # dummy batch so that this rank joins the collectives
     sharing: Sharing | None = None  # varlen: the ranks that have the other parts of the row
+    places: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # flat position of each sample's first token, its length
     experts_RWLK: Tensor | None = None  # of each token and router, as in content.tokens.Tokens; -1: not recorded
 
     def joined(self, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -83,6 +85,7 @@ def to_tensors(
     positions = np.zeros((len(rows), width), np.int64)
     segments = np.full((len(rows), width), -1, np.int64)
     select, ordered, contents, experts = [], list[Sample](), list[Tokens](), dict[tuple[int, int], np.ndarray]()
+    first_tokens: list[int] = []
     for r, row in enumerate(rows):
         start = 0
         for i, key in enumerate(row):
@@ -92,6 +95,7 @@ def to_tensors(
             positions[r, start : start + length] = np.arange(length)
             segments[r, start : start + length] = i
             select.append(r * width + start + np.arange(first - 1, length - 1))
+            first_tokens.append(r * width + start)
             ordered.append(sample)
             contents.append(content)
             if content.experts is not None:
@@ -124,6 +128,7 @@ def to_tensors(
         starts=starts,
         longest=longest,
         is_padding=is_padding,
+        places=(tuple(first_tokens), tuple(content.size for content in contents)),
         experts_RWLK=_experts(experts, len(rows), width, device),
     )
 
@@ -163,6 +168,7 @@ class LogprobModel(nn.Module):
         self.varlen = varlen.usable(network, compute.device, compute.dtype)
         self.traits = traits_of(network.config)
         self.routers = routers_of(network) if self.replays else None
+        self.recurrence = Recurrence(network) if self.traits.recurrent else None
         self.attention = implementation(network.config)  # of rows with a mask
         attention.register()
 
@@ -202,6 +208,10 @@ class LogprobModel(nn.Module):
         if self.routers is not None:
             given = packed.experts_RWLK if self.replays else None
             self.routers.given = None if given is None else given.flatten(0, 1)
+        if self.recurrence is not None:
+            self.recurrence.samples = (
+                None if alone(packed) else Samples(packed.tokens_RW.shape, *packed.places, packed.tokens_RW.device)
+            )
         decoder.config._attn_implementation = self.attention if packed.starts is None else attention.NAME
         hidden = decoder(use_cache=False, **self._inputs(packed)).last_hidden_state
         return self._outputs(hidden.flatten(0, 1)[packed.select_S], packed)
@@ -237,7 +247,7 @@ class LogprobModel(nn.Module):
         row), transformers makes them."""
         at_W1 = torch.arange(mask_R1WW.shape[-1], device=mask_R1WW.device)[:, None]
         dtype = self.network.get_input_embeddings().weight.dtype  # under FSDP, the dtype of this forward pass
-        return as_argument(self.traits.masks(mask_R1WW, at_W1, dtype, blocks_R1WW))
+        return self.traits.as_argument(self.traits.masks(mask_R1WW, at_W1, dtype, blocks_R1WW))
 
     def _score(self, logits_SV: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         logits_SV = self.traits.scaled(logits_SV.float()) / packed.temperature_S[:, None]
@@ -248,6 +258,11 @@ class LogprobModel(nn.Module):
         # a sum, not [:, 0]: FSDP2 warns of outputs that are views
         chosen_S = logprobs_SV.gather(-1, packed.targets_S[:, None]).sum(-1)
         return chosen_S, -(logprobs_SV.exp() * logprobs_SV).sum(-1)
+
+
+def alone(packed: Packed) -> bool:
+    """Whether each row is one sample."""
+    return packed.mask_R1WW is None and packed.starts is None
 
 
 @contextmanager

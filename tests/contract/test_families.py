@@ -111,6 +111,66 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "granitemoe": family("GraniteMoeConfig", logits_scaling=2.0, **EXPERTS),
     "granite": family("GraniteConfig", logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.7),
 }
+GDN = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+}
+HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 4,
+}
+CONV = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "conv_L_cache": 3}
+SHARED = {"shared_expert_intermediate_size": 24}
+FAMILIES |= {
+    "qwen3_next": family("Qwen3NextConfig", head_dim=8, layer_types=HYBRID, **GDN, **QWEN_EXPERTS, **SHARED),
+    "qwen3_5": family("Qwen3_5TextConfig", head_dim=8, layer_types=HYBRID, **GDN),
+    "qwen3_5_moe": family("Qwen3_5MoeTextConfig", head_dim=8, layer_types=HYBRID, **GDN, **QWEN_EXPERTS, **SHARED),
+    "olmo_hybrid": family("OlmoHybridConfig", head_dim=8, layer_types=HYBRID, **GDN),
+    "minimax": family("MiniMaxConfig", head_dim=8, layer_types=HYBRID, block_size=4, **EXPERTS),
+    "nemotron_h": family(
+        "NemotronHConfig",
+        head_dim=8,
+        layer_types=["linear_attention", "moe", "full_attention", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        conv_kernel=3,
+        chunk_size=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+    ),
+    "falcon_h1": family("FalconH1Config", head_dim=8, mamba_d_ssm=64, **MAMBA),
+    "bamba": family("BambaConfig", attn_layer_indices=[1, 3], **MAMBA),
+    "granitemoehybrid": family(
+        "GraniteMoeHybridConfig", layer_types=HYBRID, shared_intermediate_size=24, **EXPERTS, **MAMBA
+    ),
+    "jamba": family(
+        "JambaConfig",
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=8,
+        mamba_d_conv=3,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    "mamba2": family(
+        "Mamba2Config", num_heads=8, head_dim=8, state_size=8, n_groups=1, expand=2, conv_kernel=3, chunk_size=4
+    ),
+    "lfm2": family("Lfm2Config", **CONV),
+    "lfm2_moe": family("Lfm2MoeConfig", num_experts=4, moe_intermediate_size=24, num_dense_layers=1, **CONV),
+}
 SOFT_CAPPED = ("gemma2", "vaultgemma")
 
 
