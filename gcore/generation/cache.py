@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class RowCache(Cache):
     def __init__(self, num_layers: int) -> None:
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
+        self.index_keys: list[Tensor | None] = [None] * num_layers  # of indexers that choose what attention sees
         self.layers = [LayerState(self) for _ in range(num_layers)]
         self.num_rows = self.length = self.read_length = 0
         self._rows: Tensor | None = None  # rows of the current prefill; None in a decoding step
@@ -89,7 +91,11 @@ class RowCache(Cache):
     @property
     def _tensors(self) -> list[Tensor]:
         states = [tensor for layer in self.layers for tensor in layer.tensors]
-        return states + [tensor for tensor in (*self.keys, *self.values) if tensor is not None]
+        return states + [tensor for tensors in self._by_token for tensor in tensors if tensor is not None]
+
+    @property
+    def _by_token(self) -> tuple[list[Tensor | None], ...]:
+        return self.keys, self.values, self.index_keys
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +106,7 @@ class RowCache(Cache):
         if num_rows <= self.num_rows and length <= self.length:
             return
         self.num_rows, self.length = max(num_rows, self.num_rows), max(length, self.length)
-        for tensors in (self.keys, self.values):
+        for tensors in self._by_token:
             for i, old in enumerate(tensors):
                 if old is not None:
                     new = old.new_zeros(self.num_rows, old.shape[1], self.length, old.shape[3])
@@ -123,33 +129,28 @@ class RowCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self._rows is None:
-            return self.write_step(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
-        keys, values = self._at(layer_idx, key_states, value_states)
-        keys[self._rows, :, self._start : self.read_length] = key_states
-        values[self._rows, :, self._start : self.read_length] = value_states
-        if not self._start:
-            return key_states, value_states
-        return keys[self._rows, :, : self.read_length], values[self._rows, :, : self.read_length]
+        return self._write(self.keys, layer_idx, key_states), self._write(self.values, layer_idx, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        return self._write(self.index_keys, layer_idx, indexer_key_states[:, None])[:, 0]
 
     def write_step(self, layer: int, keys_BHD: Tensor, values_BHD: Tensor) -> tuple[Tensor, Tensor]:
         """Add one token per row. Returns all keys and values that the rows may attend to."""
-        keys, values = self._at(layer, keys_BHD, values_BHD)
-        keys[self._step_rows, :, self._write_at] = keys_BHD
-        values[self._step_rows, :, self._write_at] = values_BHD
-        n = len(keys_BHD)
-        return keys[:n, :, : self.read_length], values[:n, :, : self.read_length]
+        return self.update(keys_BHD[:, :, None], values_BHD[:, :, None], layer)
 
-    def _at(self, layer: int, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
-        for tensors, like in ((self.keys, like_keys), (self.values, like_values)):
-            if tensors[layer] is None:
-                tensors[layer] = like.new_zeros(self.num_rows, like.shape[1], self.length, like.shape[-1])
-        keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None and values is not None
-        return keys, values
+    def _write(self, tensors: list[Tensor | None], layer: int, new_BHWD: Tensor) -> Tensor:
+        """Of the current forward pass. Returns what its tokens may attend to."""
+        if (kept := tensors[layer]) is None:
+            heads, dim = new_BHWD.shape[1], new_BHWD.shape[3]
+            kept = tensors[layer] = new_BHWD.new_zeros(self.num_rows, heads, self.length, dim)
+        if self._rows is None:
+            kept[self._step_rows, :, self._write_at] = new_BHWD[:, :, 0]
+            return kept[: len(new_BHWD), :, : self.read_length]
+        kept[self._rows, :, self._start : self.read_length] = new_BHWD
+        return kept[self._rows, :, : self.read_length] if self._start else new_BHWD
 
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
-        for tensors in (self.keys, self.values):
+        for tensors in self._by_token:
             for tensor in tensors:
                 if tensor is not None:
                     tensor[targets, :, :length] = tensor[source, :, :length]
@@ -184,3 +185,18 @@ class RowCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.read_length, 0
+
+
+def make_cache(network: Any) -> RowCache:
+    config = network.config.get_text_config()
+    if config.model_type != "minimax":
+        return RowCache(config.num_hidden_layers)
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache  # it accepts no other class
+
+    made: RowCache = type("MiniMaxRowCache", (RowCache, MiniMaxCache), {})(config.num_hidden_layers)
+    return made
+
+
+def cache_argument(decoder: Any) -> str:
+    """Of its forward pass."""
+    return "cache_params" if "cache_params" in inspect.signature(decoder.forward).parameters else "past_key_values"

@@ -28,14 +28,14 @@ from transformers import PreTrainedModel
 
 from gcore.content.families import FAMILIES
 from gcore.content.tokens import compact_experts, tokens_of
-from gcore.generation.cache import RowCache
+from gcore.generation.cache import cache_argument, make_cache
 from gcore.generation.decoding import FusedDecoder, RowTable, sample
 from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
-from gcore.models.decoders import feature_tokens, routers_of, traits_of
+from gcore.models.decoders import decoder_of, feature_tokens, routers_of, traits_of
 from gcore.models.networks import Adapters, adapters_of, load_model
 from gcore.models.towers import takes_media
 from gcore.threads import use_threads
@@ -78,8 +78,7 @@ class EmbeddedBackend(DecodeBackend):
         self._model, self._threads, self._device = model, threads, model.device
         self._traits = traits_of(model.config)
         self.max_concurrent, self._max_length = max_concurrent, max_length
-        self._num_layers = model.config.get_text_config().num_hidden_layers
-        self._cache = RowCache(self._num_layers)
+        self._cache = make_cache(self._model)
         self.jobs: list[Job] = []  # jobs[i] has row i of the cache
         self._rows = RowTable(_round_up(max_concurrent, ROW_BLOCK))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
@@ -115,7 +114,7 @@ class EmbeddedBackend(DecodeBackend):
     def free(self, level: int) -> float:
         """The cache grows again with the first request."""
         freed = self._cache.nbytes
-        self._cache = RowCache(self._num_layers)
+        self._cache = make_cache(self._model)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes
         return freed / GIB
@@ -218,8 +217,8 @@ class EmbeddedBackend(DecodeBackend):
         self, inputs: dict[str, Any], positions: torch.Tensor, masks: dict[str, torch.Tensor], cached: bool = True
     ) -> torch.Tensor:
         """The output of the decoder. Not of the whole model, whose joint modules would search for media."""
-        state = {"past_key_values": self._cache if cached else None, "use_cache": cached}
-        decoder = self._model.get_decoder()
+        decoder = decoder_of(self._model)
+        state = {cache_argument(decoder): self._cache if cached else None, "use_cache": cached}
         output = decoder(**inputs, position_ids=positions, attention_mask=self._traits.as_argument(masks), **state)
         return output.last_hidden_state
 

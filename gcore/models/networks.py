@@ -25,7 +25,7 @@ from gcore.config.base import Lora, Model, PolicyModel
 from gcore.content.families import FAMILIES, TOWERS, built_family
 from gcore.hub import model_folder
 from gcore.models.built import build_network
-from gcore.models.decoders import VERIFIED, check_length, check_network, implementation, traits_of
+from gcore.models.decoders import VERIFIED, check_length, check_network, decoder_of, implementation, traits_of
 from gcore.types import Ints, UserError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _layer_lists(network: Any, parts: Sequence[str]) -> tuple[str, ...]:
     model.lora.parts."""
     if hasattr(network, "layer_lists"):
         return tuple(network.layer_lists)
-    decoder = network.get_decoder()
+    decoder = decoder_of(network)
     text = next(f"{name}.layers" for name, module in network.named_modules() if module is decoder)
     has_tower = network.config.model_type in FAMILIES
     tower = [f"model.{name}" for name, _ in network.model.named_children() if name in TOWERS] if has_tower else []

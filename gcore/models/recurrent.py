@@ -1,7 +1,7 @@
 """Layers that carry a state along the sequence: linear attention, state-space models, short convolutions.
 
-In a packed row the state must begin anew at every sample. The layers are causal, so a batch of samples that are padded at
-their ends gives each sample what it has alone:
+In a packed row the state must begin anew at every sample. The layers are causal, so a batch of samples that are padded
+at their ends gives each sample what it has alone:
 
     packed rows [R, W] ──before──> samples [N, longest] ──the layer, as in transformers──> ──after──> packed rows [R, W]
 
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Kinds of layers in `layer_types` of transformers. "hybrid": attention and a state-space model, side by side.
-RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
+from gcore.models.decoders import KINDS, decoder_of, traits_of
+
 PACKED = ("cu_seq_lens_q", "seq_idx")  # arguments that describe packed rows
 MIXERS = ("linear_attn", "mamba", "mixer", "conv", "self_attn")  # names in a layer of what carries the state
 
 
 def mixers_of(network: Any) -> list[nn.Module]:
     """The modules that carry a state, in the order of the layers."""
-    kinds = getattr(network.config.get_text_config(), "layer_types", None) or ()
-    layers = [layer for kind, layer in zip(kinds, network.get_decoder().layers, strict=False) if kind in RECURRENT]
+    kinds = traits_of(network.config).kinds
+    layers = [layer for kind, layer in zip(kinds, decoder_of(network).layers, strict=True) if KINDS[kind].state]
     return [next(m for name in MIXERS if (m := getattr(layer, name, None)) is not None) for layer in layers]
 
 

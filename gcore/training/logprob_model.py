@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
-from gcore.models.decoders import MASKED_LOGIT, implementation, routers_of, traits_of
+from gcore.models.decoders import MASKED_LOGIT, decoder_of, implementation, routers_of, traits_of
 from gcore.models.recurrent import Recurrence, Samples
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
@@ -174,7 +174,7 @@ class LogprobModel(nn.Module):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        return cast(Sequence[nn.Module], self.network.get_decoder().layers)
+        return cast(Sequence[nn.Module], decoder_of(self.network).layers)
 
     @property
     def hidden_size(self) -> int:
@@ -203,7 +203,7 @@ class LogprobModel(nn.Module):
         return context.choose_method(self.network.config, size, compute.tensor_size, compute.context_attention)
 
     def forward(self, packed: Packed) -> tuple[Tensor, ...]:
-        decoder = self.network.get_decoder()
+        decoder = decoder_of(self.network)
         # Layers that are computed again in the backward pass read these then: they stay until the next forward pass.
         if self.routers is not None:
             given = packed.experts_RWLK if self.replays else None
@@ -222,7 +222,7 @@ class LogprobModel(nn.Module):
         if packed.starts is not None:
             inputs |= {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest, "sharing": packed.sharing}
         elif packed.mask_R1WW is not None:
-            inputs["attention_mask"] = self._masks(packed.mask_R1WW)
+            inputs["attention_mask"] = self._masks(packed.mask_R1WW, positions_RW=packed.positions_RW)
         else:  # one sample per row: transformers makes positions and mask
             return inputs
         return {**inputs, "position_ids": packed.positions_RW}
@@ -242,12 +242,13 @@ class LogprobModel(nn.Module):
         asked = packed.targets_S, packed.temperature_S, packed.sampling_mask
         return token_logprobs(in_chunks, hidden_SD, weight_VD, *asked)
 
-    def _masks(self, mask_R1WW: Tensor, blocks_R1WW: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+    def _masks(self, mask_R1WW: Tensor, blocks_R1WW: Tensor | None = None, positions_RW: Tensor | None = None) -> Any:
         """The mask of each kind of layer, from that of full attention within samples. Without a mask (one sample per
         row), transformers makes them."""
         at_W1 = torch.arange(mask_R1WW.shape[-1], device=mask_R1WW.device)[:, None]
         dtype = self.network.get_input_embeddings().weight.dtype  # under FSDP, the dtype of this forward pass
-        return self.traits.as_argument(self.traits.masks(mask_R1WW, at_W1, dtype, blocks_R1WW))
+        at = None if positions_RW is None else (positions_RW[:, None, :, None], positions_RW[:, None, None, :])
+        return self.traits.as_argument(self.traits.masks(mask_R1WW, at_W1, dtype, blocks_R1WW, at))
 
     def _score(self, logits_SV: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         logits_SV = self.traits.scaled(logits_SV.float()) / packed.temperature_S[:, None]

@@ -130,6 +130,25 @@ MAMBA = {
 }
 CONV = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "conv_L_cache": 3}
 SHARED = {"shared_expert_intermediate_size": 24}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "qk_head_dim": 12,
+    "head_dim": 4,
+    "v_head_dim": 8,
+    "index_head_dim": 8,
+    "index_n_heads": 16,
+    "index_topk": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 FAMILIES |= {
     "qwen3_next": family("Qwen3NextConfig", head_dim=8, layer_types=HYBRID, **GDN, **QWEN_EXPERTS, **SHARED),
     "qwen3_5": family("Qwen3_5TextConfig", head_dim=8, layer_types=HYBRID, **GDN),
@@ -168,6 +187,40 @@ FAMILIES |= {
     "mamba2": family(
         "Mamba2Config", num_heads=8, head_dim=8, state_size=8, n_groups=1, expand=2, conv_kernel=3, chunk_size=4
     ),
+    "gemma3n": family(
+        "Gemma3nTextConfig",
+        head_dim=8,
+        intermediate_size=[48] * LAYERS,
+        layer_types=MIXED,
+        sliding_window=WINDOW,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * LAYERS,
+        altup_num_inputs=2,
+    ),
+    "gemma4": family(
+        "Gemma4TextConfig",
+        head_dim=8,
+        global_head_dim=8,
+        layer_types=MIXED,
+        sliding_window=WINDOW,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+    ),
+    "llama4": family(
+        "Llama4TextConfig",
+        head_dim=8,
+        intermediate_size_mlp=48,
+        attention_chunk_size=WINDOW,
+        layer_types=["chunked_attention", "full_attention"] * (LAYERS // 2),
+        no_rope_layers=[1, 0] * (LAYERS // 2),
+        **EXPERTS,
+    ),
+    "deepseek_v32": family("DeepseekV32Config", **MLA),
+    "glm_moe_dsa": family("GlmMoeDsaConfig", **MLA),
     "lfm2": family("Lfm2Config", **CONV),
     "lfm2_moe": family("Lfm2MoeConfig", num_experts=4, moe_intermediate_size=24, num_dense_layers=1, **CONV),
 }
@@ -193,7 +246,10 @@ def save(config: Any, folder: Path, kind: Any = AutoModelForCausalLM) -> None:
     network = kind.from_config(config)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if parameter.dim() > 1:
+            if "linear_attn" in name and parameter.dim() > 1:
+                # its float32 sums, step by step or in chunks, differ by 2e-4 with the weights of other layers here
+                parameter.normal_(std=parameter.shape[-1] ** -0.5 * 0.4)
+            elif parameter.dim() > 1:
                 parameter.normal_(std=0.4 if "embed" in name or "head" in name else parameter.shape[-1] ** -0.5 * 1.2)
             elif "sinks" in name or name.endswith("bias"):
                 parameter.normal_(std=0.5)
