@@ -158,8 +158,11 @@ class RowCache(Cache):
             for tensor in layer.tensors:
                 tensor[targets] = tensor[source].clone()
 
-    def forget_states(self, row: int) -> None:
-        """Of a sequence that begins with a decoding step."""
+    @property
+    def has_states(self) -> bool:
+        return any(layer.tensors for layer in self.layers)
+
+    def clear_states(self, row: int) -> None:
         for layer in self.layers:
             for tensor in layer.tensors:
                 tensor[row] = 0

@@ -140,8 +140,8 @@ class EmbeddedBackend(DecodeBackend):
             self._rows.put(i, job.request)
             if len(tokens_T) > 1:
                 prompts.setdefault(job.content.prefix_key(), []).append(i)
-            else:
-                self._cache.forget_states(i)
+            elif self._traits.recurrent:
+                self._clear_states(i)
         self.jobs.extend(jobs)
         if prompts:
             self._prefill(list(prompts.values()))
@@ -157,8 +157,8 @@ class EmbeddedBackend(DecodeBackend):
         while start < len(groups):
             stop = start + 1
             while stop < len(groups) and (stop + 1 - start) * self._rows.length[groups[stop][0]] <= PREFILL_TOKENS:
-                if self._traits.recurrent and self._rows.length[groups[stop][0]] != self._rows.length[groups[start][0]]:
-                    break  # padding would change the state after the prompt
+                if self._traits.recurrent and not self._together(groups[start], groups[stop]):
+                    break
                 stop += 1
             part, start = groups[start:stop], stop
             width = int(max(self._rows.length[rows[0]] for rows in part))
@@ -187,6 +187,20 @@ class EmbeddedBackend(DecodeBackend):
             for rows in part:
                 if len(rows) > 1:
                     self._cache.copy_row(rows[0], rows[1:], int(self._rows.length[rows[0]]))
+
+    def _clear_states(self, row: int) -> None:
+        """Of a sequence that begins with a decoding step. A pass over any token makes the states if there are none, so
+        that all decoding steps are computed in the same way."""
+        if not self._cache.has_states:
+            token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+            self._cache.begin_prefill(torch.tensor([row], device=self._device), 1)
+            self._hidden({"input_ids": token}, token, self._traits.masks(token[None] == 0, token, self._model.dtype))
+        self._cache.clear_states(row)
+
+    def _together(self, one: list[int], other: list[int]) -> bool:
+        """Whether a model with recurrent layers prefills these two prompts in one batch. Padding would change the state
+        after a prompt. On a CPU each prompt is alone, so that its bits do not depend on the others."""
+        return self._device.type != "cpu" and self._rows.length[one[0]] == self._rows.length[other[0]]
 
     def _watched(
         self, compute: Callable[[], torch.Tensor], rows: Iterable[int]

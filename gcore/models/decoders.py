@@ -42,8 +42,9 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 ONE_WINDOW = {"mistral", "mixtral", "ministral3", "phi3", "qwen3_moe", "starcoder2"}  # the window is in every layer
 BY_LAYER = {  # `layer_types` lists which layers have the window
     *("qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "vaultgemma", "gpt_oss", "ministral", "olmo3"),
-    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text", "llama4_text"),
+    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text"),
 }
+IN_CHUNKS = {"llama4_text"}
 INDEXED = {"deepseek_v32", "glm_moe_dsa"}
 SCALED = {  # logits capped or multiplied
     *(
@@ -63,7 +64,7 @@ STATEFUL = {  # with recurrent layers
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "nemotron_h"),
     *("falcon_h1", "bamba", "granitemoehybrid", "jamba", "mamba2", "lfm2", "lfm2_moe"),
 }
-VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | INDEXED | {"llama"}
+VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | INDEXED | IN_CHUNKS | {"llama"}
 EAGER = {"gpt_oss", "mamba2"}  # attention sinks, which sdpa in transformers leaves out; no attention at all
 # Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
 AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
@@ -204,11 +205,19 @@ def _layers(config: Any) -> tuple[str, ...]:
     limits = [f"{name}={getattr(config, name)}" for name in LONG_SEQUENCE_LIMITS if getattr(config, name, None)]
     if limits and family not in VERIFIED:
         raise _unsupported(config, f"limits attention ({', '.join(limits)})")
-    if unknown := sorted(set(kinds) - (set(KINDS) if family in VERIFIED else {FULL})):
-        raise _unsupported(config, f"has layers of kind {', '.join(unknown)}")
-    if SLIDING in kinds and not windowed:
+    unknown = set(kinds) - _compared_kinds(family)
+    if SLIDING in unknown or (SLIDING in kinds and not windowed):
         raise _unsupported(config, f"has layers of kind {SLIDING} (sliding_window={config.sliding_window})")
+    if unknown:
+        raise _unsupported(config, f"has layers of kind {', '.join(sorted(unknown))}")
     return tuple(kinds)
+
+
+def _compared_kinds(family: str) -> set[str]:
+    """Of layers, in a model of this family."""
+    stateful = {kind for kind, row in KINDS.items() if row.state or not row.mask} if family in STATEFUL else set()
+    others = {SLIDING: ONE_WINDOW | BY_LAYER, CHUNKED: IN_CHUNKS, "indexed_attention": INDEXED}
+    return {FULL, *stateful, *(kind for kind, families in others.items() if family in families)}
 
 
 def _scaling(config: Any) -> tuple[float, float | None]:

@@ -32,6 +32,7 @@ from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 CPU = torch.device("cpu")
 VOCABULARY, WINDOW, LAYERS = 48, 5, 4
 CLOSE = 2e-5
+CLOSE_DELTA = 5e-5  # the delta rule in float32, in chunks or step by step: transformers differs from itself as much
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -149,7 +150,7 @@ MLA = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
-FAMILIES |= {
+TODAY: dict[str, Callable[[], Any]] = {
     "qwen3_next": family("Qwen3NextConfig", head_dim=8, layer_types=HYBRID, **GDN, **QWEN_EXPERTS, **SHARED),
     "qwen3_5": family("Qwen3_5TextConfig", head_dim=8, layer_types=HYBRID, **GDN),
     "qwen3_5_moe": family("Qwen3_5MoeTextConfig", head_dim=8, layer_types=HYBRID, **GDN, **QWEN_EXPERTS, **SHARED),
@@ -241,7 +242,14 @@ FAMILIES |= {
     "lfm2": family("Lfm2Config", **CONV),
     "lfm2_moe": family("Lfm2MoeConfig", num_experts=4, moe_intermediate_size=24, num_dense_layers=1, **CONV),
 }
+FAMILIES |= TODAY
+SAME_BITS = ("qwen3_5", "olmo_hybrid", "falcon_h1", "bamba", "mamba2", "lfm2", "gemma3n", "gemma4", "llama4")
+DELTA_RULE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear")
 SOFT_CAPPED = ("gemma2", "vaultgemma")
+
+
+def close(name: str) -> float:
+    return CLOSE_DELTA if name in DELTA_RULE else CLOSE
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +347,7 @@ def test_trainer_packed_and_alone_is_the_plain_forward_pass(name, folders):
     for want, *got in zip(expected, packed, alone, strict=True):
         assert want.std() > 0.1 or len(want) < 4
         for found in got:
-            assert (found - want).abs().max() < CLOSE
+            assert (found - want).abs().max() < close(name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -354,7 +362,18 @@ def test_engine_samples_with_the_logprobs_of_the_plain_forward_pass(name, folder
             want = plain(
                 network, np.concatenate([prompt, completion.content.tokens_S]), len(completion.content.tokens_S)
             )
-            assert np.abs(completion.logprobs_S - want.numpy()).max() < CLOSE
+            assert np.abs(completion.logprobs_S - want.numpy()).max() < close(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2", "minimax", "deepseek_v32", "llama4", "gemma3n"])
+def test_states_go_from_chunk_to_chunk_of_a_long_prompt(name, folders, monkeypatch):
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 32)
+    monkeypatch.setattr(embedded, "PREFILL_CHUNK", 16)
+    prompt, network = np.random.default_rng(1).integers(3, VOCABULARY, 71), reference(folders(name), name)
+    for completion in generated(ours(folders(name)), [prompt, prompt], [12, 12]):
+        with torch.no_grad():
+            want = plain(network, np.concatenate([prompt, completion.content.tokens_S]), 12)
+        assert np.abs(completion.logprobs_S - want.numpy()).max() < close(name)
 
 
 @pytest.mark.parametrize("name", ["qwen2-mixed", "mistral", "mistral-full", "gemma2", "gemma3", "granite"])
@@ -381,7 +400,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(name, folders, monkeypatch):
     assert (again.logprobs_S == found[1].logprobs_S).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2-mixed", "phi3", "gemma2", "gemma3", "gpt_oss", "cohere2", "granite"])
+@pytest.mark.parametrize("name", ["qwen2-mixed", "phi3", "gemma2", "gemma3", "gpt_oss", "cohere2", "granite", *TODAY])
 def test_gradients_are_those_of_the_plain_forward_pass(name, folders):
     samples = samples_of([(9, 14), (3, 20), (17, 6)])
     network, policy = reference(folders(name), name), LogprobModel(ours(folders(name))).train()
@@ -389,12 +408,15 @@ def test_gradients_are_those_of_the_plain_forward_pass(name, folders):
     torch.cat(trained(policy, samples, ((0, 2), (1,)), 48)).sum().backward()
     wanted = dict(network.named_parameters())
     for key, parameter in policy.network.named_parameters():
+        if wanted[key].grad is None:
+            assert ".indexer." in key and parameter.grad is None, key  # chooses, without a gradient
+            continue
         assert parameter.grad is not None, key
         scale = float(wanted[key].grad.abs().max())
         assert float((parameter.grad - wanted[key].grad).abs().max()) <= 1e-4 * scale + 1e-6, key
 
 
-@pytest.mark.parametrize("name", ["qwen2-mixed", "mistral", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2-mixed", "mistral", "phi3", "gemma3", *SAME_BITS])
 def test_company_changes_no_bit_of_a_sample(name, folders):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, VOCABULARY, n) for n in (1, 7, 23, 40, 65)]
@@ -455,10 +477,8 @@ def refused(config: Any, folder: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (family("Llama4TextConfig"), "layers of kind chunked_attention"),
-        (family("Qwen3NextConfig"), "layers of kind linear_attention"),
         (family("MambaConfig"), "layers of kind linear_attention"),
-        (family("Lfm2Config", layer_types=["conv", "full_attention"] * 2), "layers of kind conv"),
+        (family("LlamaConfig", layer_types=["conv", "full_attention"] * 2), "layers of kind conv"),
         (family("Dots1Config", layer_types=MIXED, sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("LlamaConfig", layer_types=MIXED, sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("PhimoeConfig", sliding_window=7), "sliding_attention (sliding_window=7)"),
