@@ -58,8 +58,8 @@ def sample(checkpoint: Path, per_digit: int, seed: int) -> tuple[np.ndarray, np.
     from gcore.checkpoint.tensors import read, shapes
     from gcore.config.load import load_config
     from gcore.diffusion.denoiser import stacked, tensors_of
-    from gcore.diffusion.load import load_denoiser
     from gcore.diffusion.noise import normals
+    from gcore.diffusion.pipelines import load_denoiser
     from gcore.diffusion.samplers import schedule_of
 
     config = load_config(checkpoint.parent / "config.yaml")
@@ -69,7 +69,7 @@ def sample(checkpoint: Path, per_digit: int, seed: int) -> tuple[np.ndarray, np.
     denoiser.load_state_dict(read(checkpoint / "weights", shapes(checkpoint / "weights")))
     schedule, labels = schedule_of(spec), np.repeat(np.arange(10), per_digit)
     latents = normals([10**6 + seed] * len(labels), range(len(labels)), denoiser.latent_shape, torch.device("cpu"))
-    encoded = denoiser.encode([str(label) for label in labels], spec.guidance_scale != 1)
+    encoded = [denoiser.encode(str(label), spec.guidance_scale != 1) for label in labels]
     condition = stacked([tensors_of(one, latents.device) for one in encoded])
     with torch.inference_mode():
         for step in range(schedule.num_steps):

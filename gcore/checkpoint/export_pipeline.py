@@ -33,7 +33,7 @@ def export_pipeline(config: Config, checkpoint: Path, folder: Path, adapters: Pa
     from safetensors.torch import save_file
 
     from gcore.checkpoint import tensors
-    from gcore.diffusion.load import load_denoiser
+    from gcore.diffusion.pipelines import load_denoiser
     from gcore.hub import model_folder
     from gcore.models.networks import LORA_A, LORA_B, adapters_of
 

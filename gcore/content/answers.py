@@ -51,7 +51,7 @@ def answer_steps(
 def scored_conversation(
     tokenizer: Any, prompt: Sequence[Message], answer: str | Sequence[Message]
 ) -> tuple[Tokens, Bools]:
-    """What a reward model scores. Its only step is the last token: see training/score_model.py."""
+    """What a reward model scores. Its only step is the last token: see training/logprob_model.py."""
     turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     try:
         (tokens,) = tokens_of(tokenizer, [render(tokenizer, [*prompt, *turns])])

@@ -43,7 +43,7 @@ class Denoiser(nn.Module):
         """One prediction per row, in float32; `condition`: one row each."""
         raise NotImplementedError
 
-    def encode(self, prompts: Sequence[str], guided: bool) -> list[Condition]:
+    def encode(self, prompt: str, guided: bool) -> Condition:
         """`guided`: also the condition without a prompt."""
         raise NotImplementedError
 
@@ -62,10 +62,13 @@ class Denoiser(nn.Module):
         """Weights and buffers that only engines have: text encoders and VAE. They never change."""
         return []
 
+    def is_guided(self, guidance: float) -> bool:
+        """By classifier-free guidance: two predictions. Else there is none, or the network takes the number itself."""
+        return guidance != 1 and not self.embeds_guidance
+
     def forward(self, latents: Tensor, time_B: Tensor, condition: Mapping[str, Tensor], guidance: float) -> Tensor:
-        """With classifier-free guidance: two predictions in one batch, unless the network takes the number itself."""
         own = {name: value for name, value in condition.items() if not name.startswith(EMPTY)}
-        if guidance == 1 or self.embeds_guidance:
+        if not self.is_guided(guidance):
             return self.predict(latents, time_B, own, guidance)
         both = {name: torch.cat([value, condition[EMPTY + name]]) for name, value in own.items()}
         found = self.predict(torch.cat([latents, latents]), torch.cat([time_B, time_B]), both, 1.0)
@@ -108,18 +111,18 @@ class BuiltDenoiser(Denoiser):
         found: Tensor = self.transformer(latents, time_B, condition["label"])
         return found.float()
 
-    def encode(self, prompts: Sequence[str], guided: bool) -> list[Condition]:
-        known = {name: number for number, name in enumerate(self.spec.classes)}
-        if unknown := [prompt for prompt in prompts if prompt not in known]:
+    def encode(self, prompt: str, guided: bool) -> Condition:
+        classes = self.spec.classes
+        if prompt not in classes:
             raise UserError(
-                f"the prompt {unknown[0]!r} is no class of the model; expected one of {self.spec.classes} "
+                f"the prompt {prompt!r} is no class of the model; expected one of {classes} "
                 "(keys: model.denoiser.classes, data.train.prompt_column)"
             )
-        empty = {EMPTY + "label": np.array(len(known))} if guided else {}
-        return [{"label": np.array(known[prompt]), **empty} for prompt in prompts]
+        empty = {EMPTY + "label": np.array(len(classes))} if guided else {}
+        return {"label": np.array(classes.index(prompt)), **empty}
 
     def empty_condition(self, guided: bool) -> Condition:
-        return self.encode(self.spec.classes[:1], guided)[0]
+        return self.encode(self.spec.classes[0], guided)
 
     def decode(self, latents: Tensor) -> np.ndarray:
         return to_pixels(latents)

@@ -60,18 +60,15 @@ class FlowTransformer(nn.Module):
 
     def forward(self, latents: Tensor, time_B: Tensor, label_B: Tensor) -> Tensor:
         """`latents`: rows x channels x height x width."""
-        size, patch = self.spec.image_size // self.spec.patch_size, self.spec.patch_size
-        cut = latents.unflatten(2, (size, patch)).unflatten(4, (size, patch))  # rows, channels, y, dy, x, dx
-        tokens = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2).to(self.patches.weight.dtype)
+        tokens = to_patches(latents, self.spec.patch_size).to(self.patches.weight.dtype)
         hidden = self.patches(tokens) + self.positions
         waves = _waves(time_B).to(hidden.dtype)
         condition = functional.silu(self.time2(functional.silu(self.time1(waves))) + self.classes(label_B))
         for layer in self.layers:
             hidden = layer(hidden, condition)
         shift, scale = self.modulation(condition)[:, None].chunk(2, -1)
-        found = self.head(self.norm(hidden) * (1 + scale) + shift)
-        cut = found.unflatten(1, (size, size)).unflatten(3, (self.spec.channels, patch, patch))
-        return cut.permute(0, 3, 1, 4, 2, 5).reshape(latents.shape)
+        prediction = self.head(self.norm(hidden) * (1 + scale) + shift)
+        return from_patches(prediction, latents.shape, self.spec.patch_size)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> FlowTransformer:
@@ -85,6 +82,19 @@ class FlowTransformer(nn.Module):
                 std = INIT.get(name, parameter.shape[1] ** -0.5)
                 parameter.normal_(std=std, generator=generator)
         return self
+
+
+def to_patches(latents: Tensor, size: int) -> Tensor:
+    """Rows x channels x height x width -> rows x patches x (channels, size, size)."""
+    cut = latents.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # rows, channels, y, dy, x, dx
+    return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def from_patches(patches: Tensor, shape: torch.Size, size: int) -> Tensor:
+    """The inverse, to latents of this shape."""
+    _, channels, height, width = shape
+    cut = patches.unflatten(1, (height // size, width // size)).unflatten(3, (channels, size, size))
+    return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
 
 def _waves(time_B: Tensor) -> Tensor:

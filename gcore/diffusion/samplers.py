@@ -59,14 +59,6 @@ class Transition(NamedTuple):
         total = each if reduce == "mean" else each * numbers
         return torch.where(self.std_B > 0, total, torch.zeros_like(total))
 
-    def kl(self, other: Tensor, reduce: str) -> Tensor:
-        """KL to a Gaussian with the mean `other` and the same std. 0 for deterministic rows."""
-        std = rows(self.std_B, self.mean)
-        safe = torch.where(std > 0, std, torch.ones_like(std))
-        each = (self.mean - other) ** 2 / (2 * safe**2)
-        total = each.flatten(1).mean(1) if reduce == "mean" else each.flatten(1).sum(1)
-        return torch.where(self.std_B > 0, total, torch.zeros_like(total))
-
 
 def rows(values_B: Tensor, like: Tensor) -> Tensor:
     """One number per row, to be broadcast over the rest of `like`."""
@@ -76,13 +68,11 @@ def rows(values_B: Tensor, like: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Schedule:
     """The steps of a sampler. `time`: what the network gets at each step, from 1 (noise) towards 0. `sde`, `ode`: a, b
-    and std of each step. `signal`, `noise`: x = signal x0 + noise noise, at each step and at the end."""
+    and std of each step."""
 
     time: Tensor  # N
     sde: Tensor  # N x 3
     ode: Tensor  # N x 3
-    signal: Tensor  # N + 1
-    noise: Tensor  # N + 1
 
     @property
     def num_steps(self) -> int:
@@ -102,10 +92,13 @@ class Schedule:
 
 
 def schedule_of(spec: Denoising) -> Schedule:
-    return _ddim(spec) if spec.sampler == "ddim" else _flow(spec)
+    time, sde, ode = _ddim(spec) if spec.sampler == "ddim" else _flow(spec)
+    sde[-1] = ode[-1]  # the last step is deterministic
+    return Schedule(*(torch.from_numpy(np.ascontiguousarray(table)) for table in (time, sde, ode)))
 
 
-def _flow(spec: Denoising) -> Schedule:
+def _flow(spec: Denoising) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of Schedule."""
     even = np.linspace(1.0, 0.0, spec.steps + 1)
     s_all = spec.shift * even / (1 + (spec.shift - 1) * even)
     s, ds = s_all[:-1], np.diff(s_all)
@@ -114,15 +107,12 @@ def _flow(spec: Denoising) -> Schedule:
         g = spec.level * np.sqrt(inside / (1 - inside))
     else:
         g = np.full(len(s), spec.level)
-    sde = np.stack(
-        [1 + g**2 / (2 * s) * ds, (1 + g**2 * (1 - s) / (2 * s)) * ds, g * np.sqrt(-ds)],
-        axis=1,
-    )
-    ode = np.stack([np.ones_like(s), ds, np.zeros_like(s)], axis=1)
-    return _schedule(s, sde, ode, 1 - s_all, s_all)
+    sde = np.stack([1 + g**2 / (2 * s) * ds, (1 + g**2 * (1 - s) / (2 * s)) * ds, g * np.sqrt(-ds)], axis=1)
+    return s, sde, np.stack([np.ones_like(s), ds, np.zeros_like(s)], axis=1)
 
 
-def _ddim(spec: Denoising) -> Schedule:
+def _ddim(spec: Denoising) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of Schedule."""
     betas = np.linspace(spec.betas[0] ** 0.5, spec.betas[1] ** 0.5, TRAIN_STEPS) ** 2
     kept = np.cumprod(1 - betas)
     stride = TRAIN_STEPS // spec.steps
@@ -135,14 +125,7 @@ def _ddim(spec: Denoising) -> Schedule:
         b = np.sqrt(np.maximum(1 - later - std**2, 0.0)) - np.sqrt(later * (1 - now) / now)
         return np.stack([a, b, std], axis=1)
 
-    sde, ode, ends = table(spec.level * np.sqrt(variance)), table(np.zeros_like(variance)), np.append(now, 1.0)
-    return _schedule(times / TRAIN_STEPS, sde, ode, np.sqrt(ends), np.sqrt(1 - ends))
-
-
-def _schedule(time: np.ndarray, sde: np.ndarray, ode: np.ndarray, signal: np.ndarray, noise: np.ndarray) -> Schedule:
-    sde = sde.copy()
-    sde[-1] = ode[-1]  # the last step is deterministic
-    return Schedule(*(torch.from_numpy(np.ascontiguousarray(table)) for table in (time, sde, ode, signal, noise)))
+    return times / TRAIN_STEPS, table(spec.level * np.sqrt(variance)), table(np.zeros_like(variance))
 
 
 def noised(spec: Denoising, clean: Tensor, noise: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -241,8 +241,7 @@ class DiffusionBackend(DecodeBackend):
         if prompt not in self._conditions:
             if len(self._conditions) >= CACHED_PROMPTS:
                 del self._conditions[next(iter(self._conditions))]
-            guided = self._spec.guidance_scale != 1 and not self._denoiser.embeds_guidance
-            (condition,) = self._denoiser.encode([prompt], guided)
+            condition = self._denoiser.encode(prompt, self._denoiser.is_guided(self._spec.guidance_scale))
             large = {name: array for name, array in condition.items() if array.ndim}
             refs = tuple((name, media.store(array, self._folder / "prompts")) for name, array in large.items())
             self._conditions[prompt] = {**condition, **{name: ref.read() for name, ref in refs}}, refs  # mapped files

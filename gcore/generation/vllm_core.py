@@ -35,8 +35,7 @@ from gcore.generation.spec import LibraryOptions
 from gcore.generation.vllm_run import PLANNED_STEPS
 from gcore.models.networks import auto_class
 from gcore.types import Request, UserError
-from gcore.weights.files import WeightFiles
-from gcore.weights.pretrained import file_names
+from gcore.weights.pretrained import WeightFiles, file_names
 
 OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch's: CUDA libraries, NCCL
 

@@ -46,7 +46,7 @@ class Diffusion:
 
     def check_network(self) -> None:
         """The classes of model.lora.targets and the kind of transformer."""
-        from gcore.diffusion.load import check_denoiser
+        from gcore.diffusion.pipelines import check_denoiser
 
         check_denoiser(self.config)
 
@@ -77,7 +77,7 @@ class Diffusion:
         return CostModel(crossover=12.0 * info.hidden_size, causal=False)  # 12 matrices of this width in a layer
 
     def engine(self, spec: EngineSpec) -> Engine:
-        from gcore.diffusion.load import load_denoiser
+        from gcore.diffusion.pipelines import load_denoiser
         from gcore.generation.diffusion import DiffusionEngine
         from gcore.models.networks import adapters_of
 
@@ -99,7 +99,7 @@ class Diffusion:
     def backend(self, topology: Topology, shard: int, device: torch.device, dtype: torch.dtype) -> FsdpBackend:
         import torch
 
-        from gcore.diffusion.load import load_denoiser
+        from gcore.diffusion.pipelines import load_denoiser
         from gcore.training.backend import NewNetwork
         from gcore.training.denoise_model import DenoiseModel
         from gcore.training.fsdp import FsdpBackend

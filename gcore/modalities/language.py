@@ -128,9 +128,8 @@ class Language:
         from gcore.training.backend import NewNetwork
         from gcore.training.critic import networks_of
         from gcore.training.fsdp import FsdpBackend
-        from gcore.training.logprob_model import LogprobModel
+        from gcore.training.logprob_model import LogprobModel, ScoreModel
         from gcore.training.media_model import MediaLogprobModel
-        from gcore.training.score_model import ScoreModel
         from gcore.weights.pretrained import open_weights
 
         config, tokenizer = self.config, self.tokenizer

@@ -22,10 +22,11 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gcore.config.base import Lora, Model, PolicyModel
-from gcore.content.families import FAMILIES, TOWERS, built_family
+from gcore.content.families import FAMILIES, built_family
 from gcore.hub import model_folder
 from gcore.models.built import build_network
 from gcore.models.decoders import VERIFIED, check_length, check_network, decoder_of, implementation, traits_of
+from gcore.models.towers import takes_media, tower_of
 from gcore.types import Ints, UserError
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ def _layer_lists(network: Any, parts: Sequence[str]) -> tuple[str, ...]:
         return tuple(network.layer_lists)
     decoder = decoder_of(network)
     text = next(f"{name}.layers" for name, module in network.named_modules() if module is decoder)
-    has_tower = network.config.model_type in FAMILIES
-    tower = [f"model.{name}" for name, _ in network.model.named_children() if name in TOWERS] if has_tower else []
+    tower = tuple(tower_of(network)) if takes_media(network) else ()
     if "vision" in parts and not tower:
         raise UserError("model.lora.parts: the model has no vision tower; expected [text]")
     return (*([text] if "text" in parts else ()), *(tower if "vision" in parts else ()))
@@ -267,19 +267,13 @@ def load_scorer(
 ) -> PreTrainedModel:
     """A sequence-classification model with one label, in eval mode. A model for serving must be trained already.
 
-    `new_head` is for training: a causal language model gets a seeded head, and `model.build` is allowed. The padding
+    `new_head` is for training: a causal language model gets a seeded head. So is `model.build`. The padding
     token comes from the tokenizer in training, and if config.json has none.
     """
-    if model.build is not None and not (new_head and tokenizer is not None):
-        raise UserError(
-            "model.build: a scorer with random weights is useless; expected model.path (objective=reward_model "
-            "trains one)"
-        )
-    network = (
-        _load_scorer(model, seed, new_head)
-        if model.build is None
-        else build_network(model.build, tokenizer, seed, True)
-    )
+    if model.build is not None:
+        network = build_network(model.build, tokenizer, seed, scorer=True)
+    else:
+        network = _load_scorer(model, seed, new_head)
     text_config = network.config.get_text_config()
     if tokenizer is not None and (new_head or text_config.pad_token_id is None):
         text_config.pad_token_id = tokenizer.pad_token_id
@@ -371,9 +365,9 @@ def _check_names(model: Model, missing: Iterable[str], unexpected: Iterable[str]
             )
 
 
-def _unloadable(model: Model, error: Exception) -> UserError:
-    first = str(error).strip().splitlines()[0]
-    return UserError(f"model.path={model.path}: cannot load a causal language model: {first}")
+def _unloadable(model: Model, error: Exception, kind: str = "causal language model") -> UserError:
+    first = " ".join(str(error).split())[:300]
+    return UserError(f"model.path={model.path}: cannot load a {kind}: {first}")
 
 
 def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
@@ -399,12 +393,9 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        first = " ".join(str(error).split())[:300]
-        raise UserError(f"{prefix}: cannot load a scorer: {first}") from error
+        raise _unloadable(model, error, "scorer") from error
     body = f"{network.base_model_prefix}."
-    missing = sorted(name for name in info["missing_keys"] if not new_head or name.startswith(body))
-    if missing:
-        raise UserError(f"{prefix}: has no weights for {missing[0]} ({len(missing)} missing in all)")
+    _check_names(model, [name for name in info["missing_keys"] if not new_head or name.startswith(body)], ())
     _check_finite(model, network)
     scorer: PreTrainedModel = network
     return scorer

@@ -27,14 +27,15 @@ from gcore.config.tree import Config
 from gcore.models.networks import Adapters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import state
+from gcore.training.context import ContextGroups
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.objective import Objective, StepData
 from gcore.training.state import NetworkName, SavePlan, TrainedName
 from gcore.training.step_advantages import Array
-from gcore.training.step_model import Wrap
+from gcore.training.step_model import Compute, Wrap
 from gcore.types import Key, MicroBatch
+from gcore.weights.bucket import Parameter
 from gcore.weights.pretrained import Read
-from gcore.weights.publisher import Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +74,19 @@ class Network(ABC):
 
 
 class Backend(ABC):
-    """`new`: the networks that this rank may train, the first of which is made at once. `copies`: ranks that have the
-    same samples."""
+    """`new`: the networks that this rank may train, the first of which is made at once. `stages`: ranks that divide the
+    layers. They have the same samples, as the ranks that split each matrix."""
 
     networks: dict[NetworkName, Any]  # each a Network
 
     def __init__(
-        self, config: Config, new: Mapping[TrainedName, NewNetwork], device: torch.device, copies: int
+        self, config: Config, new: Mapping[TrainedName, NewNetwork], compute: Compute, stages: int = 1
     ) -> None:
-        self.device, self.networks, self.trained = device, {}, tuple(new)
-        self._config, self._new, self._copies = config, new, copies
+        self.device, self.networks, self.trained = compute.device, {}, tuple(new)
+        self._config, self._new, self._compute = config, new, compute
+        self._copies = compute.tensor_size * stages
+        self._data_size = dist.get_world_size() // self._copies
+        self._context_groups = ContextGroups(self._data_size, compute.tensor_size, stages)
         self._first: TrainedName = next(iter(new))  # of critic ranks the critic, else the policy
         self._adapters: Adapters | None = None  # of the policy, with model.lora
         self._reference_version, self._save_plan = 0, SavePlan()

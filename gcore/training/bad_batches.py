@@ -25,18 +25,16 @@ FOLDER = "bad_batches"
 MAX_FILES = 8  # per rank and run
 
 
-def may_dump(folder: Path, rank: int) -> bool:
-    return len(list((folder / FOLDER).glob(f"*_rank_{rank}.json"))) < MAX_FILES
-
-
 def dump(
     folder: Path,
     name: tuple[int, int, int],
     samples: Sequence[Sample],
     columns: Mapping[str, Mapping[Key, Tensor]],
-) -> Path:
+) -> None:
     """`name`: step, mini-batch of the step, rank; `columns`: more values per response token, for some samples."""
     step, number, rank = name
+    if len(list((folder / FOLDER).glob(f"*_rank_{rank}.json"))) >= MAX_FILES:
+        return
     path = folder / FOLDER / f"step_{step}_update_{number}_rank_{rank}.json"
     rows = [
         {
@@ -55,4 +53,3 @@ def dump(
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(f"{json.dumps(rows)}\n".encode())
-    return path

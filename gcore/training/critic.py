@@ -28,8 +28,7 @@ from gcore.training.media_model import MediaLogprobModel
 from gcore.training.state import TrainedName
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.types import UserError
-from gcore.weights.files import WeightFiles
-from gcore.weights.pretrained import Read, read_whole, stored_tensors
+from gcore.weights.pretrained import Read, WeightFiles, read_whole, stored_tensors
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +97,11 @@ def _stored(
         whole = load_whole(model, tokenizer, seed)
     else:
         files = WeightFiles(model_folder(model, weights=True))
-        differing = [n for n, shape in needed.items() if n in files and files.shapes[n] != shape]
+        differing = [n for n, shape in needed.items() if files.shapes.get(n, shape) != shape]
         if differing:
             got, expected = files.shapes[differing[0]], needed[differing[0]]
             raise UserError(f"critic.model.path={model.path}: {differing[0]} has shape {got}; expected {expected}")
-        if all(name in files or name == SCORE for name in needed):
+        if all(name in files.shapes or name == SCORE for name in needed):
             return files.read, files.shapes
         log.warning("critic.model.path=%s: names differ; the whole model is read into host memory", model.path)
         if takes_media(network):

@@ -63,7 +63,7 @@ class DenoiseModel(nn.Module):
     ) -> None:
         super().__init__()
         self.network, self.compute, self.spec, self.seed, self.velocity = network, compute, spec, seed, velocity
-        self.schedule = schedule_of(spec)
+        self.schedule, self.guided = schedule_of(spec), network.is_guided(spec.guidance_scale)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -79,9 +79,6 @@ class DenoiseModel(nn.Module):
 
     def checkpoint_activations(self) -> None:
         self.network.checkpoint_activations()
-
-    def check_sharing(self, num_ranks: int) -> None:
-        raise UserError("training.context_parallel: not for diffusion models; expected 1")
 
     # ---- samples to tensors ---------------------------------------------------------------------------------------
 
@@ -120,11 +117,7 @@ class DenoiseModel(nn.Module):
     def _condition(self, content: Latents) -> Condition:
         if content.condition:
             return {name: np.asarray(ref.read()) for name, ref in content.condition}
-        return self.network.encode([content.prompt], self.guided)[0]
-
-    @property
-    def guided(self) -> bool:
-        return self.spec.guidance_scale != 1 and not self.network.embeds_guidance
+        return self.network.encode(content.prompt, self.guided)
 
     def _demonstrations(self, keys: Sequence[Key], contents: Sequence[Latents], sample_S: Tensor) -> PackedLatents:
         device, shape, number = self.compute.device, self.network.latent_shape, len(sample_S)

@@ -11,7 +11,7 @@ number: the gradient is that of one process that holds the whole batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ from gcore.models.towers import takes_media, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import lora, state, tensor_parallel
 from gcore.training.backend import Backend, Network, NewNetwork
-from gcore.training.context import ContextGroups
 from gcore.training.logprob_model import own_experts
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.optimizer import MOMENTS, Optimizer
@@ -78,11 +77,9 @@ class FsdpNetwork(Network):
         if self._offload:
             self.model.cpu()
 
-    @contextmanager
-    def passes(self) -> Iterator[Any]:
+    def passes(self) -> AbstractContextManager[Any]:
         """The model, for passes without gradients. The reference chooses its experts itself."""
-        with own_experts(self.on_device()) if self.optimizer is None else nullcontext(self.on_device()) as model:
-            yield model
+        return own_experts(self.on_device()) if self.optimizer is None else nullcontext(self.on_device())
 
     def step(self, lr: float) -> float:
         for gradient in (self.model.network.get_parameter(name).grad for name in self._summed):
@@ -93,13 +90,14 @@ class FsdpNetwork(Network):
     def shards(self) -> list[Shard]:
         return state.shards_of(self.parameters)
 
+    def _moments(self) -> dict[str, Tensor]:
+        """Of the parameters that were updated, with the number of updates."""
+        held = self.optimizer.state
+        updated = {name: held[parameter] for name, parameter in self.parameters.items() if parameter in held}
+        return {f"{name}/{part}": entry[part] for name, entry in updated.items() for part in ("step", *MOMENTS)}
+
     def moments(self) -> list[Shard]:
-        entries = dict[str, Tensor]()
-        for name, parameter in self.parameters.items():
-            if entry := self.optimizer.state.get(parameter):
-                entries[f"{name}/step"] = torch.as_tensor(entry["step"])
-                entries |= {f"{name}/{moment}": entry[moment] for moment in MOMENTS}
-        return state.shards_of(entries)
+        return state.shards_of(self._moments())
 
     def load(self, weights: Path, moments: Path) -> None:
         reshard(self.model)  # else a pass could use gathered weights of before
@@ -108,13 +106,12 @@ class FsdpNetwork(Network):
             return
         self.optimizer.drop_gradients()
         self.optimizer.clear()
-        saved, entries = shapes(moments) if moments.is_dir() else {}, dict[str, Tensor]()
+        saved = shapes(moments) if moments.is_dir() else {}
         for name, parameter in self.parameters.items():
             if f"{name}/step" in saved:
-                new = self.optimizer.new_state(parameter)
-                entries |= {f"{name}/{moment}": value for moment, value in new.items()}
-        if entries:
-            state.fill(moments, entries)
+                self.optimizer.add_state(parameter)
+        if saved:
+            state.fill(moments, self._moments())
 
 
 class AdapterReference(Network):
@@ -138,8 +135,7 @@ class AdapterReference(Network):
 
 class FsdpBackend(Backend):
     """`shard`: ranks that share one copy of the weights. `tensor`: ranks that split each matrix. Both divide the number
-    of ranks: world = copies x shard x tensor. `context`: the largest number of data-parallel ranks that will share a
-    micro-batch, a power of two, to check at the start that they can."""
+    of ranks: world = copies x shard x tensor. `context`: see Compute."""
 
     networks: dict[NetworkName, FsdpNetwork | AdapterReference]
 
@@ -153,19 +149,15 @@ class FsdpBackend(Backend):
         tensor: int = 1,
         context: int = 1,
     ) -> None:
-        super().__init__(config, new, device, copies=tensor)
-        world = dist.get_world_size()
-        self._dtype, self._shard_size, self._data_size = dtype, shard, world // tensor
-        shape = (world // shard // tensor, shard, tensor)
+        compiles = device.type == "cuda" if config.training.compile == "auto" else config.training.compile
+        compute = Compute(device, dtype, compiles, tensor, config.training.context_attention, context)
+        super().__init__(config, new, compute)
+        shape = (self._data_size // shard, shard, tensor)
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "tensor"))
-        self._context_groups = ContextGroups(self._data_size, tensor)
-        offload, compiles = config.training.offload, config.training.compile
+        offload = config.training.offload
         self._offload = "none" if offload == "auto" else offload  # on GPUs, launch/build.py has decided
-        compiles = device.type == "cuda" if compiles == "auto" else compiles
-        self._compute = Compute(device, dtype, compiles, tensor, config.training.context_attention)
+        self._shard_size = shard
         self.networks[self._first] = self._make(self._first)
-        for power in range(1, context.bit_length()):
-            self._trained(self._first).model.check_sharing(2**power)
 
     # ---- networks -------------------------------------------------------------------------------------------------
 
@@ -176,9 +168,9 @@ class FsdpBackend(Backend):
         network = new.make()
         if name == "reference":  # it has no gradients and no optimizer, so the compute dtype is enough
             for parameter in network.parameters():
-                parameter.data = parameter.data.to(self._dtype)
+                parameter.data = parameter.data.to(self._compute.dtype)
         elif name == "policy" and self._config.model.lora is not None:
-            self._adapters = lora.adapt(network, self._config.model.lora, seed, self._dtype)
+            self._adapters = lora.adapt(network, self._config.model.lora, seed, self._compute.dtype)
         model, summed = self._shard(network, new.wrap)
         if name == "reference" or (new.open is None and name != self._first):
             copy_weights(model, self._trained("policy").model, self.device)
@@ -207,7 +199,7 @@ class FsdpBackend(Backend):
         if self._config.training.activation_checkpointing is True:
             model.checkpoint_activations()
         summed = tensor_parallel.split(network, self._mesh["tensor"]) if self._compute.tensor_size > 1 else ()
-        mixed = mixed_precision(self._dtype)
+        mixed = mixed_precision(self._compute.dtype)
         mesh = self._mesh["copies", "shards"] if self._mesh.size(0) > 1 else self._mesh["shards"]
         layers = model.layers
         if self._compute.compiled:

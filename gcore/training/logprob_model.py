@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -164,13 +164,15 @@ class LogprobModel(nn.Module):
 
     def __init__(self, network: Any, compute: Compute = ON_CPU) -> None:
         super().__init__()
-        self.network, self.compute, self.compiled = network, compute, compute.compiled
+        self.network, self.compute = network, compute
         self.varlen = varlen.usable(network, compute.device, compute.dtype)
         self.traits = traits_of(network.config)
         self.routers = routers_of(network) if self.replays else None
         self.recurrence = Recurrence(network) if self.traits.recurrent else None
         self.attention = implementation(network.config)  # of rows with a mask
         attention.register()
+        for power in range(1, compute.context.bit_length()):
+            self._context_method(2**power)  # can so many ranks share a row?
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -186,9 +188,6 @@ class LogprobModel(nn.Module):
 
     def checkpoint_activations(self) -> None:
         self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    def check_sharing(self, num_ranks: int) -> None:
-        self._context_method(num_ranks)
 
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> Packed:
         if ranks.size == 1 or not micro.rows:
@@ -232,13 +231,13 @@ class LogprobModel(nn.Module):
         head = self.network.get_output_embeddings()
         weight_VD = head.weight
         chunk = max(1, LOGITS_AT_ONCE // len(weight_VD))
-        if len(hidden_SD) <= chunk and not self.compiled:
+        if len(hidden_SD) <= chunk and not self.compute.compiled:
             return self._score(head(hidden_SD), packed)
         if head.bias is not None:  # as the weights of one more feature
             hidden_SD, weight_VD = pad(hidden_SD, (0, 1), value=1.0), torch.cat([weight_VD, head.bias[:, None]], 1)
         scaling = Scaling(self.traits.scale, self.traits.cap, self.traits.forbidden)
         # compiled: one copy in half precision instead of four in float32
-        in_chunks = Head(4 * chunk if self.compiled else chunk, scaling, self.compiled)
+        in_chunks = Head(4 * chunk if self.compute.compiled else chunk, scaling, self.compute.compiled)
         asked = packed.targets_S, packed.temperature_S, packed.sampling_mask
         return token_logprobs(in_chunks, hidden_SD, weight_VD, *asked)
 
@@ -264,6 +263,24 @@ class LogprobModel(nn.Module):
 def alone(packed: Packed) -> bool:
     """Whether each row is one sample."""
     return packed.mask_R1WW is None and packed.starts is None
+
+
+class ScoreModel(LogprobModel):
+    """The StepModel of scalar reward models, sequence-classification networks of one label: a conversation -> one
+    number. The only step of a sample is its last token (content.tokens.Tokens.split(tokens, 1)). Its output takes the
+    place of the logprob in objective.StepOutputs, so pairs of scores are trained like pairs of logprobs: preference.py.
+    """
+
+    replays = False
+
+    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> Packed:
+        packed = super().pack(micro, samples, ranks)
+        # the state after the last token, not the one that predicts it
+        return packed if packed.is_padding else replace(packed, select_S=packed.select_S + 1)
+
+    def _outputs(self, hidden_SD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+        scores_S = self.network.score(hidden_SD).float().sum(-1)  # of one label
+        return scores_S, torch.zeros_like(scores_S)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ samples ──pack──> tokens, positions of each sample, its media (siblings 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,23 +20,16 @@ from gcore.models.towers import blocks_of, embed, encode, positions_of, smallest
 from gcore.training import context
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.step_model import ON_CPU, Compute
-from gcore.types import Key, MicroBatch, Sample, UserError
+from gcore.types import Key, MicroBatch, Sample
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The media of a micro-batch. `places`: of each medium of each sample, flat indices into the tokens; `keys`: which
-    medium is there."""
-
-    media: Mapping[str, Media]  # each once
-    keys: tuple[str, ...]
-    places: tuple[Tensor, ...]
-    positions: Tensor  # [axes, rows, width], or [rows, width]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMedia(Packed):
-    seen: Seen = field(kw_only=True)
+    """The media of all samples, one after another: siblings have the same ones."""
+
+    media: tuple[Media, ...]
+    places: tuple[Tensor, ...]  # of each medium: flat indices into the tokens
+    positions: Tensor  # [axes, rows, width], or [rows, width]
 
 
 class MediaLogprobModel(LogprobModel):
@@ -47,66 +40,47 @@ class MediaLogprobModel(LogprobModel):
         self.varlen = self.varlen and not self.traits.media_blocks
         self.encoded = 0  # media that the tower has computed
 
-    def check_sharing(self, num_ranks: int) -> None:
-        if num_ranks > 1:
-            raise UserError(
-                f"training.context_parallel={num_ranks}: ranks cannot share a sample of a model that takes media; "
-                "expected 1"
-            )
-
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> PackedMedia:
-        packed = super().pack(micro, samples, ranks)
-        tokens_RW = packed.tokens_RW
-        kept = {field.name: getattr(packed, field.name) for field in fields(packed)}
-        positions, keys, places, media = _Positions(self.network.config, tokens_RW), [], [], list[Media]()
-        contents = [] if packed.is_padding else [tokens_of(samples[key].content) for key in packed.keys]
-        first = 0
+        assert ranks.size == 1, "modalities/media_keys.py refuses samples that are shared by ranks"
+        packed, config = super().pack(micro, samples, ranks), self.network.config
+        tokens_RW, first = packed.tokens_RW, 0
+        axes, places, media = len(positions_of(config, 0, ())), list[Tensor](), list[Media]()
+        positions = np.zeros((axes, tokens_RW.numel()), np.int64)
         select = packed.select_S.cpu().numpy()
-        for content in contents:  # the first selected position is that of the prompt's last token
-            start = int(select[first]) - len(content.tokens_P) + 1
+        for key in () if packed.is_padding else packed.keys:
+            content = tokens_of(samples[key].content)
+            start = int(select[first]) - len(content.tokens_P) + 1  # the prompt's last token predicts the first step
             first += content.num_steps
-            positions.put(start, content.size, content.media)
+            positions[:, start : start + content.size] = positions_of(config, content.size, content.media)
             for medium in content.media:
                 places.append(torch.from_numpy(medium.places.astype(np.int64) + start).to(tokens_RW.device))
-                keys.append(medium.key)
             media.extend(content.media)
-        seen = Seen(unique(media), tuple(keys), tuple(places), positions.tensor())
-        return PackedMedia(**kept, seen=seen)
+        all_axes = torch.from_numpy(positions).view(-1, *tokens_RW.shape).to(tokens_RW.device)
+        return PackedMedia(
+            **{field.name: getattr(packed, field.name) for field in fields(packed)},
+            media=tuple(media),
+            places=tuple(places),
+            positions=all_axes if axes > 1 else all_axes[0],
+        )
 
     def _inputs(self, packed: Packed) -> dict[str, Any]:
         assert isinstance(packed, PackedMedia)
-        inputs, tokens_RW, seen = super()._inputs(packed), packed.tokens_RW, packed.seen
+        inputs, tokens_RW, media = super()._inputs(packed), packed.tokens_RW, unique(packed.media)
         del inputs["input_ids"]
-        found = encode(self.network, list(seen.media.values())) if seen.media else []
-        self.encoded += len(found)
-        features = dict(zip(seen.media, found, strict=True))
-        inputs |= embed(self.network, tokens_RW, seen.places, [features[key] for key in seen.keys])
-        if not found and self._tower_learns:  # all ranks must have gradients of the same parameters
+        encoded = encode(self.network, list(media.values())) if media else []
+        self.encoded += len(encoded)
+        features = dict(zip(media, encoded, strict=True))
+        inputs |= embed(self.network, tokens_RW, packed.places, [features[medium.key] for medium in packed.media])
+        if not media and self._tower_learns:  # all ranks must have gradients of the same parameters
             (unused,) = encode(self.network, [smallest_medium(self.network)])
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + sum(0.0 * part.sum() for part in unused)
-        inputs["position_ids"] = seen.positions
-        if self.traits.media_blocks and seen.places:
+        inputs["position_ids"] = packed.positions
+        if self.traits.media_blocks and packed.places:
             causal = torch.ones(tokens_RW.shape[1:] * 2, dtype=torch.bool, device=tokens_RW.device).tril()
             whole = causal.expand(len(tokens_RW), 1, -1, -1) if packed.mask_R1WW is None else packed.mask_R1WW
-            inputs["attention_mask"] = self._masks(whole, blocks_of(tokens_RW.shape, seen.places))
+            inputs["attention_mask"] = self._masks(whole, blocks_of(tokens_RW.shape, packed.places))
         return inputs
 
     @property
     def _tower_learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in tower_parameters(self.network).values())
-
-
-class _Positions:
-    """Of all tokens of a micro-batch, sample by sample."""
-
-    def __init__(self, config: Any, tokens_RW: Tensor) -> None:
-        self._config, self._shape, self._device = config, tuple(tokens_RW.shape), tokens_RW.device
-        axes = positions_of(config, 0, ()).shape[0]
-        self._flat = np.zeros((axes, tokens_RW.numel()), np.int64)
-
-    def put(self, start: int, length: int, media: tuple[Media, ...]) -> None:
-        self._flat[:, start : start + length] = positions_of(self._config, length, media)
-
-    def tensor(self) -> Tensor:
-        found = torch.from_numpy(self._flat).view(-1, *self._shape).to(self._device)
-        return found if len(found) > 1 else found[0]

@@ -120,7 +120,7 @@ class Optimizer:
         for part in self._parts:
             part.state.clear()
 
-    def new_state(self, parameter: Tensor) -> dict[str, Any]:
+    def add_state(self, parameter: Tensor) -> None:
         """Moments of zero and a step count of 0, as those of a parameter that was never updated; to be overwritten."""
         part = next(p for p in self._parts if any(parameter is q for group in p.param_groups for q in group["params"]))
         step = torch.zeros((), device=self._device if self._fused else "cpu")
@@ -129,7 +129,6 @@ class Optimizer:
             for name in MOMENTS:
                 _set_local(entry[name], local_of(entry[name]).cpu())
         part.state[parameter] = entry
-        return entry
 
 
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:

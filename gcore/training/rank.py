@@ -34,9 +34,8 @@ from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightP
 from gcore.threads import use_threads
 from gcore.training import bad_batches, objective, preference
 from gcore.training.backend import Backend
-from gcore.training.coefficients import Coefficients
 from gcore.training.objective import ENTROPY, KL, UPDATE_KL, ColumnName, Objective, StepData
-from gcore.training.schedule import learning_rate_of, peak_of
+from gcore.training.schedule import Coefficients, learning_rate_of, peak_of
 from gcore.training.shards import local_of, part_of
 from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_advantages import GlobalSums, explained_variance, step_targets
@@ -219,7 +218,7 @@ class TrainerRank:
                 totals += self._train_critic(batch)
             only_critic = by_rewards and algorithm.estimator.critic and batch.step <= self._config.critic.warmup_steps
             if "policy" in self.trained and not only_critic:
-                totals += self._train_policy(batch)
+                totals += self._train("policy", batch)
                 if by_rewards:
                     totals += UpdateStats(metrics=self._adapt(batch, totals.metrics))
         self._tracer.flush()
@@ -244,23 +243,17 @@ class TrainerRank:
         self._forget()
         return objective.to_metrics(parts)
 
-    def _train(
-        self,
-        network: TrainedName,
-        batch: TrainBatch,
-        goal: Callable[[MiniBatch], Objective],
-        stops: Callable[[Mapping[str, Metric]], bool] = lambda _: False,
-        on_bad: Callable[[int, MiniBatch], None] = lambda *_: None,
-    ) -> tuple[UpdateStats, bool]:
-        """One optimizer step per mini-batch and epoch. `stops`: whether to end before a step, with the metrics of its
-        passes; the second result says if it did. `on_bad`: called when gradients were not finite."""
-        counts, total, stopped = self.trained[network], UpdateStats(), False
-        epochs = self._config.algorithm.epochs if batch.objective == "policy" else 1
+    def _train(self, network: TrainedName, batch: TrainBatch) -> UpdateStats:
+        """One optimizer step per mini-batch and epoch, until the policy has moved too far."""
+        algorithm, counts, total, stopped = self._config.algorithm, self.trained[network], UpdateStats(), False
+        epochs = algorithm.epochs if batch.objective == "policy" else 1
+        limit = algorithm.early_stop_kl if network == "policy" else None
         for number, mini in enumerate(mini for _ in range(epochs) for mini in batch.mini_batches):
             lr = learning_rate_of(self._config, batch, number, network, counts.updates)
             wall, busy = time.perf_counter(), time.thread_time()  # a thread that waits for another rank uses no CPU
-            metrics = self.backend.forward_backward(mini.micro_batches, self._data, goal(mini), network)
-            if stopped := stops(metrics):
+            goal = self._objective(batch, mini, network)
+            metrics = self.backend.forward_backward(mini.micro_batches, self._data, goal, network)
+            if limit is not None and (stopped := self._mean_over_ranks(metrics.get(UPDATE_KL)) > limit):
                 self.backend.drop_gradients(network)
                 break
             grad_norm = self.backend.step(lr, network)  # on a GPU it ends with a value that is read: passes are done
@@ -269,12 +262,15 @@ class TrainerRank:
             counts.updates += finite
             counts.bad_in_a_row = 0 if finite else counts.bad_in_a_row + 1
             if not finite:
-                on_bad(number, mini)
+                if network == "policy":
+                    self._dump(batch, number, mini)
                 self._check_gradients(network, batch)
             busy = busy if self.backend.device.type == "cpu" else 0.0
             total += UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, metrics, wall, busy)
         self._check_weights(network, batch)
-        return total, stopped
+        if limit is not None:
+            total += UpdateStats(metrics={"actor/stopped_early": Metric(float(stopped))})
+        return total
 
     def _check_gradients(self, network: TrainedName, batch: TrainBatch) -> None:
         """UserError after too many updates with bad gradients."""
@@ -303,8 +299,7 @@ class TrainerRank:
     def _train_critic(self, batch: TrainBatch) -> UpdateStats:
         """Needs the columns of values and returns. Independent of the policy's updates, because advantages are fixed:
         so the critic can leave the device before them, or train beside them on other devices."""
-        clip = self._config.critic.value_clip
-        stats, _ = self._train("critic", batch, lambda mini: objective.value(mini, clip))
+        stats = self._train("critic", batch)
         self.backend.set_aside("critic")
         means = {"grad_norm": stats.grad_norm, "lr": stats.lr}
         metrics = {
@@ -313,23 +308,6 @@ class TrainerRank:
             "critic/skipped_updates": Metric(float(stats.skipped)),  # all ranks count the same: the mean is the count
         }
         return UpdateStats(metrics=metrics, wall_s=stats.wall_s, busy_s=stats.busy_s)
-
-    def _train_policy(self, batch: TrainBatch) -> UpdateStats:
-        stats, stopped = self._train(
-            "policy",
-            batch,
-            lambda mini: self._objective(batch, mini),
-            stops=self._stops,
-            on_bad=lambda number, mini: self._dump(batch, number, mini),
-        )
-        if self._config.algorithm.early_stop_kl is None:
-            return stats
-        return stats + UpdateStats(metrics={"actor/stopped_early": Metric(float(stopped))})
-
-    def _stops(self, metrics: Mapping[str, Metric]) -> bool:
-        """Whether the policy has moved too far in this training step. The same answer on all ranks."""
-        limit = self._config.algorithm.early_stop_kl
-        return limit is not None and self._mean_over_ranks(metrics.get(UPDATE_KL)) > limit
 
     def _mean_over_ranks(self, metric: Metric | None) -> float:
         """A collective, also for a rank that has no samples and so no metric."""
@@ -350,7 +328,9 @@ class TrainerRank:
         self.coefficients = now
         return used
 
-    def _objective(self, batch: TrainBatch, mini: MiniBatch) -> objective.Objective:
+    def _objective(self, batch: TrainBatch, mini: MiniBatch, network: TrainedName = "policy") -> Objective:
+        if network == "critic":
+            return objective.value(mini, self._config.critic.value_clip)
         name, settings = batch.objective, self._config.preference
         if name in ("warm_start", "sft"):
             return objective.demonstrations(mini, name)
@@ -366,12 +346,11 @@ class TrainerRank:
 
     def _dump(self, batch: TrainBatch, number: int, mini: MiniBatch) -> None:
         """Write the samples of this rank to a file. All ranks call this, because the forward pass is collective."""
-        micros, folder = mini.micro_batches, self._config.run.folder
+        micros = mini.micro_batches
         now = self.backend.outputs("policy", micros, self._data)
-        if bad_batches.may_dump(folder, self._rank):
-            samples = [self._data.samples[key] for micro in micros for row in micro.rows for key in row]
-            columns = {"logprobs": now, **{str(name): values for name, values in self._data.columns.items()}}
-            bad_batches.dump(folder, (batch.step, number + 1, self._rank), samples, columns)
+        samples = [self._data.samples[key] for micro in micros for row in micro.rows for key in row]
+        columns = {"logprobs": now, **{str(name): values for name, values in self._data.columns.items()}}
+        bad_batches.dump(self._config.run.folder, (batch.step, number + 1, self._rank), samples, columns)
 
     # ---- weights --------------------------------------------------------------------------------------------------
 

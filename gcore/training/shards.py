@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gcore.models.networks import SCORE
-from gcore.weights.files import Part
-from gcore.weights.pretrained import Read, stored_tensors
+from gcore.weights.pretrained import Part, Read, stored_tensors
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class Compute:
     compiled: bool = False
     tensor_size: int = 1  # ranks that split each matrix
     context_attention: Literal["auto", "ulysses", "ring"] = "auto"
+    context: int = 1  # the largest number of ranks that will share a micro-batch, a power of two
 
 
 ON_CPU = Compute(torch.device("cpu"), torch.float32)
@@ -41,7 +42,6 @@ class StepBatch(Protocol):
     @property
     def sample_S(self) -> Tensor:
         """Of each step, the index of its sample in `keys`."""
-        ...
 
     @property
     def keys(self) -> tuple[Key, ...]: ...
@@ -49,11 +49,9 @@ class StepBatch(Protocol):
     @property
     def is_padding(self) -> bool:
         """A dummy batch of one step, so that a rank without samples joins the collectives."""
-        ...
 
     def joined(self, *outputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all steps, from those of this rank's part of the micro-batch."""
-        ...
 
 
 class StepModel(Protocol):
@@ -65,7 +63,6 @@ class StepModel(Protocol):
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The layers that are sharded and compiled, in order."""
-        ...
 
     @property
     def hidden_size(self) -> int: ...
@@ -73,19 +70,12 @@ class StepModel(Protocol):
     @property
     def padded(self) -> bool:
         """Micro-batches are computed as rows of equal width; False: samples as long as they are."""
-        ...
 
     def checkpoint_activations(self) -> None:
         """Recompute the layers in the backward pass."""
-        ...
-
-    def check_sharing(self, num_ranks: int) -> None:
-        """Raise UserError if this number of ranks cannot compute a sample together."""
-        ...
 
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: RowGroup) -> StepBatch:
         """`ranks`: those that compute the micro-batch together."""
-        ...
 
 
 Wrap = Callable[[Any, Compute], Any]  # network -> StepModel, as a torch module

@@ -29,12 +29,9 @@ def check(config: Any, size: int) -> None:
         raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {model}; expected 1")
     if unknown := sorted(set(plan.values()) - {*STYLES, SUMMED}):
         raise UserError(f"{KEY}={size}: {model} needs {', '.join(unknown)}, which is not supported; expected 1")
-    sizes = {
-        name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    }
-    for name, value in sizes.items():
-        if value % size:
-            raise UserError(f"{KEY}={size} must divide {name}={value} of {model}")
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % size:
+            raise UserError(f"{KEY}={size} must divide {name}={getattr(config, name)} of {model}")
 
 
 def split(network: Any, mesh: DeviceMesh) -> tuple[str, ...]:

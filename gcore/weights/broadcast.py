@@ -49,7 +49,8 @@ class BroadcastSender:
         self._store: Any = None
         self._numbers = itertools.count()
         self._receivers: tuple[str, ...] = ()
-        self._name, self._group = "", _no_group()
+        self._name = ""
+        self._group: Future[Any] | None = None  # joins in the pool
         self._pool = ThreadPoolExecutor(1)
         self._in_flight: list[tuple[Future[None], torch.Tensor]] = []  # each with the memory that it reads
 
@@ -60,7 +61,7 @@ class BroadcastSender:
             listener = socket.create_server((self._host, 0))  # not all interfaces, as the store would
             port, given = listener.getsockname()[1], listener.detach()
             self._store = TCPStore(self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=given)
-        broken = self._group.done() and self._group.exception() is not None
+        broken = self._group is None or (self._group.done() and self._group.exception() is not None)
         if tuple(receivers) == self._receivers and not restarted and not broken:
             return
         self._receivers, self._name = tuple(receivers), f"group-{next(self._numbers)}"
@@ -74,7 +75,9 @@ class BroadcastSender:
         `wait_sent` returns."""
         block = block.to(self._device)
         self.wait_sent(keep=1)
-        self._in_flight.append((self._pool.submit(self._broadcast, self._group, block), block))
+        group = self._group
+        assert group is not None, "`connect` was not called"
+        self._in_flight.append((self._pool.submit(lambda: _run(group.result(), block)), block))
         address = f"{self._host}:{self._store.port}"
         return BroadcastTicket(address, self._name, len(self._receivers) + 1, len(block), self._device.type)
 
@@ -86,9 +89,6 @@ class BroadcastSender:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _broadcast(self, group: Future[Any], block: torch.Tensor) -> None:
-        _run(group.result(), block)
 
 
 _GROUPS: dict[str, Any] = {}  # of this receiving process, by address and name; holds the last group only
@@ -158,9 +158,3 @@ def _run(group: Any, block: torch.Tensor) -> None:
             torch.cuda.synchronize(block.device)
     except Exception as error:
         raise BroadcastError(f"the broadcast of weights failed ({error})") from error
-
-
-def _no_group() -> Future[Any]:
-    group: Future[Any] = Future()
-    group.set_result(None)
-    return group

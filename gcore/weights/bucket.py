@@ -53,11 +53,19 @@ class Bucket:
     checksum: int
 
 
-class Sized(Protocol):
+class Sharded(Protocol):
+    """A parameter whose parts are on several ranks, of a backend that does not use DTensor."""
+
     def numel(self) -> int: ...
 
+    def full_tensor(self) -> torch.Tensor:
+        """Collective of all ranks: the whole tensor, on each of them."""
 
-def bucket_names(parameters: Mapping[str, Sized], dtype: torch.dtype) -> list[list[str]]:
+
+Parameter = torch.Tensor | Sharded
+
+
+def bucket_names(parameters: Mapping[str, Parameter], dtype: torch.dtype) -> list[list[str]]:
     """The names of the parameters of each bucket, in order. Sizes are those in `dtype`, the engines' precision."""
     buckets: list[list[str]] = [[]]
     size = 0

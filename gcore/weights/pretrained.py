@@ -7,23 +7,47 @@ while it reads it (experts that are stored one by one, pytorch_model.bin).
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from gcore.config.base import Model
 from gcore.hub import model_folder
 from gcore.models.networks import LORA_A, LORA_B, load_whole
 from gcore.types import UserError
-from gcore.weights.files import Part, WeightFiles
 
 log = logging.getLogger(__name__)
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+Part = tuple[slice, ...]  # one slice per dimension: (slice(8, 16), slice(0, 64))
 Read = Callable[[str, Part], Tensor]  # a part of the parameter or buffer of this name
 ROWS_AT_ONCE = 4096  # of two tensors that are compared
+
+
+class WeightFiles:
+    """The tensors in the safetensors of a Hugging Face folder, by name; none if it has no safetensors. Files are
+    mapped: of a tensor, only the parts that are used are read."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / INDEX
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+        files = [safe_open(folder / name, "pt") for name in sorted(names) if (folder / name).is_file()]
+        self._where: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._where.items()}
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        """The tensor, or a part of it, in the dtype of the file."""
+        if not part:
+            tensor: Tensor = self._where[name].get_tensor(name)
+            return tensor
+        piece: Tensor = self._where[name].get_slice(name)[part]
+        return piece
 
 
 def stored_tensors(network: Any) -> dict[str, Tensor]:
@@ -56,18 +80,18 @@ def read_whole(network: Any) -> tuple[Read, Set[str]]:
 
 def _match(network: Any, files: WeightFiles) -> tuple[Mapping[str, str] | None, str]:
     """Name in the network -> name in the files. None and the reason if transformers would convert the tensors."""
-    if pattern := _conversion(network, files):
+    if pattern := _conversion(network, files.shapes):
         return None, f"its {pattern} are stored differently"
     names: dict[str, str] = {}
     for name, tensor in stored_tensors(network).items():
-        stored = next((n for n in _same(network, name) if n in files), None)
+        stored = next((n for n in _same(network, name) if n in files.shapes), None)
         if stored is None:
             return None, f"it has no tensor named {name}"
         if files.shapes[stored] != tuple(tensor.shape):
             return None, f"its {stored} has shape {files.shapes[stored]}, expected {tuple(tensor.shape)}"
         names[name] = stored
     known = {n for name in names for n in _same(network, name)}
-    if unknown := sorted(name for name in set(files) - known if not _ignored(network, name)):
+    if unknown := sorted(name for name in files.shapes.keys() - known if not _ignored(network, name)):
         return None, f"the network has no parameter named {unknown[0]}"
     return names, ""
 
@@ -87,7 +111,7 @@ def file_names(network: Any, files: WeightFiles) -> dict[str, str]:
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if not isinstance(change, WeightRenaming)]
     names = dict[str, str]()
-    for stored in sorted(files):
+    for stored in sorted(files.shapes):
         name, converted = rename_source_key(stored, renamings, converters, network.base_model_prefix, state)
         if converted is None and name in state and files.shapes[stored] == tuple(state[name].shape):
             names[name] = stored
@@ -120,7 +144,7 @@ def _ignored(network: Any, name: str) -> bool:
 def _check_tied(network: Any, model: Model, files: WeightFiles) -> None:
     """A checkpoint may hold a tied tensor twice. Transformers does not tie two that differ."""
     for name, other in network.all_tied_weights_keys.items():
-        if name not in files or other not in files:
+        if name not in files.shapes or other not in files.shapes:
             continue
         num_rows = files.shapes[other][0]
         for first in range(0, num_rows, ROWS_AT_ONCE):

@@ -15,7 +15,7 @@ host_memory   an array in the shared memory of the machine, which Ray copies to 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from gcore.config.placement import Placement
 from gcore.models.networks import LORA_A, LORA_B
 from gcore.protocols import Receivers, WeightPlan, Weights
 from gcore.weights.broadcast import BroadcastSender
-from gcore.weights.bucket import CudaHandle, bucket_names, pack_bucket, to_host_memory
+from gcore.weights.bucket import CudaHandle, Parameter, bucket_names, pack_bucket, to_host_memory
 
 TransferMethod = Literal["in_process", "cuda_ipc", "broadcast", "host_memory"]
 
@@ -42,19 +42,6 @@ def choose_method(placement: Placement, one_process: bool, on_gpu: bool, same_gp
     if placement.mode == "disaggregated":
         return "broadcast"
     return "cuda_ipc" if same_gpu else "host_memory"
-
-
-class Sharded(Protocol):
-    """A parameter whose parts are on several ranks, of a backend that does not use DTensor."""
-
-    def numel(self) -> int: ...
-
-    def full_tensor(self) -> Tensor:
-        """Collective of all ranks: the whole tensor, on each of them."""
-        ...
-
-
-Parameter = Tensor | Sharded
 
 
 class WeightPublisher:
@@ -86,9 +73,11 @@ class WeightPublisher:
             sender.connect(receivers.names, receivers.restarted)
         tensors = dict[str, Tensor]()
         for name in bucket_names(parameters, dtype)[index]:
-            whole = whole_tensor(parameters[name]).detach().to(dtype)
+            whole = parameters[name]
+            if isinstance(whole, DTensor) or not isinstance(whole, Tensor):
+                whole = whole.full_tensor()
             if method == "cuda_ipc" or self._rank == 0:
-                tensors[name] = whole
+                tensors[name] = whole.detach().to(dtype)
         if method == "in_process" or not tensors:
             return tensors
         if sender is not None:
@@ -112,8 +101,3 @@ class WeightPublisher:
     def _dtype_of(self, parameters: Mapping[str, Parameter]) -> torch.dtype:
         """Factors of adapters are sent in float32: engines merge them in float32."""
         return torch.float32 if any(name.endswith((LORA_A, LORA_B)) for name in parameters) else self._dtype
-
-
-def whole_tensor(tensor: Parameter) -> Tensor:
-    """Collective: the unsharded tensor."""
-    return tensor if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) else tensor.full_tensor()

@@ -22,7 +22,7 @@ from gcore.models.networks import LORA_A, LORA_B, Adapters
 from gcore.protocols import Weights
 from gcore.types import UserError
 from gcore.weights.bucket import unpack_bucket
-from gcore.weights.files import WeightFiles
+from gcore.weights.pretrained import WeightFiles
 
 CHUNK_BYTES = 2**29  # limit of merged matrices held at a time
 Shapes = Mapping[str, tuple[int, ...]]
@@ -186,7 +186,7 @@ def base_of(
         return None
     names = set(shapes) if whole else {f"{layer}.weight" for layer in adapters.layers}
     files = WeightFiles(folder)
-    stored = {name: name for name in files} if stored is None else stored
+    stored = {name: name for name in files.shapes} if stored is None else stored
     tensors = {name: files.read(stored[name]) for name in sorted(names) if name in stored}
     if missing := sorted({f"{layer}.weight" for layer in adapters.layers} - tensors.keys()):
         raise UserError(

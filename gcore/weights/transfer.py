@@ -79,7 +79,7 @@ class WeightTransfer:
                 broken = next((answer for answer in answers.values() if isinstance(answer, RoleError)), None)
                 if broken is not None:
                     with contextlib.suppress(RoleError):  # end this attempt before the next one starts
-                        await asyncio.gather(*(_result(ref) for ref in next_refs))
+                        await asyncio.gather(*next_refs)
                     break
             else:
                 if late := [engine.name for i, engine in alive.items() if answers[i] != version]:
@@ -99,8 +99,4 @@ async def copy_policy(trainers: Sequence[TrainerClient], critics: Sequence[Train
     for index in range(plan.critic_buckets):
         receivers = Receivers(tuple(critic.name for critic in critics), are_critics=True)
         refs = [trainer.weight_bucket(index, receivers) for trainer in trainers]
-        await asyncio.gather(*(critic.load_policy(refs[0]) for critic in critics), *map(_result, refs[1:]))
-
-
-async def _result(ref: Ref[Weights]) -> None:
-    await ref
+        await asyncio.gather(*(critic.load_policy(refs[0]) for critic in critics), *refs[1:])

@@ -24,7 +24,7 @@ from gcore.content.tokens import SamplingMask
 from gcore.observe.trace import Tracer
 from gcore.protocols import Metric, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
-from gcore.training import objective, ring, ulysses, varlen
+from gcore.training import attention, objective, ring, varlen
 from gcore.training.backend import NewNetwork
 from gcore.training.context import ContextGroups, Sharing, choose_method, order_of
 from gcore.training.fsdp import FsdpBackend
@@ -256,7 +256,7 @@ def attention_alone(
     nothing = torch.zeros(0, dtype=torch.int64)
     sharing = Sharing(ranks, method, spans, nothing, nothing, 0)
     with Counter() as forward:
-        ulysses_or_ring = {"ulysses": partial(ulysses.attend, window=window), "ring": ring.attend}[method]
+        ulysses_or_ring = {"ulysses": partial(attention.attend_by_heads, window=window), "ring": ring.attend}[method]
         found = ulysses_or_ring(*own, sharing, scale=0.3)
     with Counter() as backward:
         grads = torch.autograd.grad((found * weight[order[ranks.position]]).sum(), own)

@@ -17,8 +17,7 @@ from gcore.config.denoising import Denoising
 from gcore.config.tree import Config
 from gcore.content.latents import Latents
 from gcore.diffusion.denoiser import stacked, tensors_of
-from gcore.diffusion.load import check_denoiser, load_denoiser
-from gcore.diffusion.pipelines import FAMILIES, PipelineDenoiser
+from gcore.diffusion.pipelines import FAMILIES, PipelineDenoiser, check_denoiser, load_denoiser
 from gcore.generation.diffusion import DiffusionEngine
 from gcore.models.networks import LORA_A, LORA_B, adapters_of
 from gcore.prompts.conditions import ConditionTemplater
@@ -196,7 +195,7 @@ def test_sd3_denoises_as_its_pipeline_does(folders):
     theirs = pipe(
         "a cat", height=32, width=32, sigmas=sigmas, guidance_scale=4.0, latents=noise.clone(), output_type="latent"
     ).images
-    condition, x = stacked([tensors_of(c, CPU) for c in denoiser.encode(["a cat"], True)]), noise
+    condition, x = stacked([tensors_of(denoiser.encode("a cat", True), CPU)]), noise
     with torch.inference_mode():
         for step in range(4):
             at = torch.tensor([step])

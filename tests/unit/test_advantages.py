@@ -17,7 +17,7 @@ from gcore.preparation.advantages import (
     estimate,
     overlong_penalty,
 )
-from gcore.training.coefficients import Coefficients
+from gcore.training.schedule import Coefficients
 from gcore.training.step_advantages import GlobalSums, Moments, explained_variance, generalized, step_targets, whiten
 from gcore.types import Sample, UserError
 

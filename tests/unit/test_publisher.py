@@ -46,7 +46,7 @@ def test_a_bucket_is_closed_when_it_holds_more_than_the_limit(monkeypatch):
 @pytest.mark.parametrize("method", ["in_process", "host_memory"])
 def test_rank_0_publishes_in_the_precision_of_the_engines(one_each, method):
     rank_0, rank_1 = (WeightPublisher(rank, method, torch.bfloat16) for rank in (0, 1))
-    assert rank_0.plan(PARAMETERS) == WeightPlan(4, every_rank=False)
+    assert rank_0.plan(PARAMETERS) == WeightPlan(4, every_rank=False, critic_buckets=4)
     weights = rank_0.bucket(PARAMETERS, 2, ENGINES)
     assert (PACKED in weights) == (method == "host_memory")
     (found,) = unpack_bucket(weights).items()
@@ -64,7 +64,7 @@ def test_with_handles_every_rank_publishes_and_keeps_two_blocks(one_each, monkey
     """Engines read the blocks of this process. The handle itself needs a GPU."""
     monkeypatch.setattr(publisher, "CudaHandle", lambda block: block.numpy())
     made = WeightPublisher(1, "cuda_ipc")
-    assert made.plan(PARAMETERS) == WeightPlan(4, every_rank=True)
+    assert made.plan(PARAMETERS) == WeightPlan(4, every_rank=True, critic_buckets=4)
     held = []
     for index in range(4):
         assert [*unpack_bucket(made.bucket(PARAMETERS, index, ENGINES))] == [f"layer.{index}"]

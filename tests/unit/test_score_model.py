@@ -20,9 +20,9 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import add_metrics
 from gcore.training.backend import NewNetwork
 from gcore.training.fsdp import FsdpBackend
+from gcore.training.logprob_model import ScoreModel
 from gcore.training.preference import Pairs, bradley_terry
 from gcore.training.rank import TrainerRank
-from gcore.training.score_model import ScoreModel
 from gcore.types import Sample
 from tests.e2e.helpers import RECIPE
 from tests.unit.test_training import CPU, gradients_of

@@ -424,7 +424,7 @@ def test_later_mini_batches_are_compared_with_the_policy_before_the_step():
     for key, expected in logprobs.items():
         assert torch.allclose(trainer._data.columns["old_logprobs"][key], expected, atol=1e-5, rtol=0)
     parts = (dataclasses.replace(batch, mini_batches=(mini,)) for mini in batch.mini_batches)
-    first, second = (trainer._train("policy", part, partial(trainer._objective, batch))[0] for part in parts)
+    first, second = (trainer._train("policy", part) for part in parts)
     assert abs(first.metrics["actor/approx_kl"].total) < 1e-4 < abs(second.metrics["actor/approx_kl"].total)
     mask = np.concatenate([s.mask_S for s in samples[:6]])
     off = np.concatenate([logprobs[s.key].numpy() - s.rollout_logprobs_S for s in samples[:6]])
@@ -506,7 +506,7 @@ def test_weights_that_are_nan_at_the_start_are_no_fault_of_the_learning_rate():
     network = network_of(config)
     with torch.no_grad():
         next(network.parameters())[0, 0] = math.nan
-    backend = partial(FsdpBackend, config, lambda: network, CPU, torch.float32)
+    backend = partial(FsdpBackend, config, {"policy": NewNetwork(lambda: network)}, CPU, torch.float32)
     with pytest.raises(UserError, match=r"weights of the policy are NaN or infinite before the first .*model\.path"):
         TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
 

@@ -23,22 +23,21 @@ from torch import Tensor
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training.backend import Backend, NewNetwork
-from gcore.training.context import ContextGroups
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.megatron import cpu
 from gcore.training.megatron.model import Row
 from gcore.training.megatron.network import MegatronNetwork
-from gcore.training.megatron.weights import Gatherer
+from gcore.training.megatron.weights import Gatherer, fill
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_model import Compute
 from gcore.types import Key, MicroBatch, Topology
-from gcore.weights.publisher import Parameter
+from gcore.weights.bucket import Parameter
 
 
 class MegatronBackend(Backend):
-    """`new`: networks without weights, for names, shapes and configuration, and their starting weights. `context`: as
-    in FsdpBackend."""
+    """`new`: networks without weights, for names, shapes and configuration, and their starting weights. `context`: see
+    Compute."""
 
     def __init__(
         self,
@@ -49,11 +48,12 @@ class MegatronBackend(Backend):
         topology: Topology,
         context: int = 1,
     ) -> None:
-        super().__init__(config, new, device, copies=topology.tensor * topology.pipeline)
+        compute = Compute(device, dtype, False, topology.tensor, config.training.context_attention, context)
+        super().__init__(config, new, compute, topology.pipeline)
         if device.type == "cpu":
             cpu.patch()
         cpu.without_transformer_engine()
-        self._dtype, self._topology = dtype, topology
+        self._topology = topology
         parallel_state.destroy_model_parallel()  # of an earlier backend in this process
         parallel_state.initialize_model_parallel(
             topology.tensor,
@@ -64,21 +64,17 @@ class MegatronBackend(Backend):
             create_gloo_process_groups=False,
         )
         self.networks["policy"] = policy = self._make("policy")
-        compute = Compute(device, dtype, False, topology.tensor, config.training.context_attention)
         self._packer = LogprobModel(policy.empty, compute)  # only packs: its network has no weights
-        for power in range(1, context.bit_length()):
-            self._packer.check_sharing(2**power)
-        self._context_groups = ContextGroups(topology.data_parallel, topology.tensor, topology.pipeline)
         self._gatherer = Gatherer(policy.parameters, policy.empty, device)
 
     def _make(self, name: NetworkName) -> MegatronNetwork:
         new, recompute = self._new_of(name), self._config.training.activation_checkpointing is True
         empty = new.make()
-        network = MegatronNetwork(empty, self._topology, self.device, self._dtype, recompute, critic=name == "critic")
+        network = MegatronNetwork(empty, self._topology, self._compute, recompute, critic=name == "critic")
         if name == "reference" or new.open is None:
             network.copy(self.networks["policy"])
         else:
-            network.fill(new.open(empty))
+            fill(network.parameters, new.open(empty))
         return network.freeze() if name == "reference" else network.train(self._settings_of(name))
 
     # ---- computation ----------------------------------------------------------------------------------------------
@@ -133,7 +129,7 @@ class MegatronBackend(Backend):
             if context := contexts.get(id(packed)):  # else a batch that only fills the schedule
                 metrics.append({name: part.shared_by(context) for name, part in parts.items()})
             # Megatron divides by the number of micro-batches, and averages over data-parallel ranks.
-            return loss * (self._topology.data_parallel * len(batches)), {}
+            return loss * (self._data_size * len(batches)), {}
 
         self._run(trained.wrapped, batches, loss_of, forward_only=False)
         shared = [to_metrics(metrics)]
@@ -158,7 +154,8 @@ class MegatronBackend(Backend):
 
         def forward_step(data: Iterator[Packed], chunk: Any, *rest: Any) -> tuple[Tensor, Callable[..., Any]]:
             packed = next(data)
-            output = chunk(packed.tokens_RW, packed.positions_RW, None, packed_seq_params=Row.of(packed))
+            row = Row(qkv_format="sbhd", packed=packed)  # not "thd", which would need Transformer Engine
+            output = chunk(packed.tokens_RW, packed.positions_RW, None, packed_seq_params=row)
             return output, partial(use, packed)
 
         iterators = [iter(batches) for _ in chunks]

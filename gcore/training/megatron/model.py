@@ -22,7 +22,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from gcore.config.megatron import check_family, is_uneven
 from gcore.models.decoders import traits_of
 from gcore.training import attention
-from gcore.training.context import Sharing
 from gcore.training.logprob_model import Packed
 from gcore.types import Topology, UserError
 
@@ -31,22 +30,7 @@ from gcore.types import Topology, UserError
 class Row(PackedSeqParams):
     """The samples of a micro-batch, for attention and positions. Megatron hands it to every layer as it is."""
 
-    positions_RW: Tensor | None = None
-    mask_R1WW: Tensor | None = None
-    starts: Tensor | None = None
-    longest: int = 0
-    sharing: Sharing | None = None
-
-    @classmethod
-    def of(cls, packed: Packed) -> Row:
-        return cls(
-            qkv_format="sbhd",  # tokens x rows x heads x size; "thd" would need Transformer Engine
-            positions_RW=packed.positions_RW,
-            mask_R1WW=packed.mask_R1WW,
-            starts=packed.starts,
-            longest=packed.longest,
-            sharing=packed.sharing,
-        )
+    packed: Packed | None = None
 
 
 class PackedAttention(nn.Module):
@@ -59,7 +43,8 @@ class PackedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Row, **rest: Any
     ) -> Tensor:
         """Tensors are tokens x rows x heads x size."""
-        row = packed_seq_params
+        row = packed_seq_params.packed
+        assert row is not None
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if row.starts is not None:
             given = {"cu_seq_lens_q": row.starts, "max_length_q": row.longest, "sharing": row.sharing}
@@ -81,8 +66,8 @@ class Positions(nn.Module):
 
     def get_rotary_seq_len(self, context: Any, decoder: Any, hidden: Any, config: Any, row: Row) -> Tensor:
         """Megatron asks for a length, and passes the answer to `forward`."""
-        assert row.positions_RW is not None
-        return row.positions_RW
+        assert row.packed is not None
+        return row.packed.positions_RW
 
     def forward(self, positions_RW: Tensor, **rest: Any) -> Tensor:
         angles_WRF = positions_RW.t()[:, :, None].float() * self.frequencies
@@ -175,10 +160,3 @@ def build(
 
 def _unchanged(hidden: Tensor, **options: Any) -> tuple[Tensor, None]:
     return hidden, None
-
-
-def output_weight(chunk: Any) -> Tensor:
-    """Of the last chunk: this rank's rows of the output matrix."""
-    tied = chunk.share_embeddings_and_output_weights
-    weight: Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-    return weight

@@ -25,8 +25,8 @@ from gcore.training.logprob_model import Packed
 from gcore.training.megatron import cpu, model
 from gcore.training.megatron.optimizer import DistributedAdamW
 from gcore.training.megatron.weights import fill, parameters_of
+from gcore.training.step_model import Compute
 from gcore.types import Topology
-from gcore.weights.pretrained import Read
 
 LOGITS_AT_ONCE = 1 << 26  # elements on a rank
 
@@ -34,22 +34,20 @@ LOGITS_AT_ONCE = 1 << 26  # elements on a rank
 class MegatronNetwork(Network):
     """`empty`: the Hugging Face network without weights. `critic`: it predicts values."""
 
-    def __init__(
-        self, empty: Any, topology: Topology, device: torch.device, dtype: torch.dtype, recompute: bool, critic: bool
-    ) -> None:
+    def __init__(self, empty: Any, topology: Topology, compute: Compute, recompute: bool, critic: bool) -> None:
         model.check(empty)
         self.empty, self.is_critic = empty, critic
-        self._tensor, self._device, self._dtype = topology.tensor, device, dtype
+        self._compute, device = compute, compute.device
         self._vocab = empty.config.vocab_size
         padded = -(-self._vocab // topology.tensor) * topology.tensor
-        self._bridge = model.bridge_of(empty, topology, dtype, recompute, device.type == "cpu")
+        self._bridge = model.bridge_of(empty, topology, compute.dtype, recompute, device.type == "cpu")
         with self._building():
             self.chunks = model.build(self._bridge, empty, padded, topology.virtual, device, critic)
         self.parameters = parameters_of(self.chunks, self._bridge, empty)
         self.wrapped: list[Any] = []
 
     def _building(self) -> Any:
-        return cpu.building() if self._device.type == "cpu" else nullcontext()
+        return cpu.building() if self._compute.device.type == "cpu" else nullcontext()
 
     def train(self, training: Training) -> MegatronNetwork:
         """With gradients and an optimizer. Call it when the weights are there."""
@@ -61,7 +59,7 @@ class MegatronNetwork(Network):
                 DistributedDataParallel(settings, ddp, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(self.chunks)
             ]
-            half = self._dtype == torch.bfloat16
+            half = self._compute.dtype == torch.bfloat16
             self.optimizer = DistributedAdamW(self.wrapped, self.parameters, training, half)
         return self
 
@@ -71,9 +69,6 @@ class MegatronNetwork(Network):
         return self
 
     # ---- values ---------------------------------------------------------------------------------------------------
-
-    def fill(self, read: Read) -> None:
-        fill(self.parameters, read)
 
     @torch.no_grad()
     def copy(self, source: MegatronNetwork) -> None:
@@ -91,11 +86,12 @@ class MegatronNetwork(Network):
         hidden_SD, last = hidden.flatten(0, 1)[packed.select_S], self.chunks[-1]
         if self.is_critic:
             return packed.joined(hidden_SD.float() @ last.score.weight[0].float())
-        weight_VD = model.output_weight(last)
+        tied = last.share_embeddings_and_output_weights
+        weight_VD = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight  # this rank's rows
         first = parallel_state.get_tensor_model_parallel_rank() * len(weight_VD)
         head = Head(
             max(1, LOGITS_AT_ONCE // len(weight_VD)),
-            group=parallel_state.get_tensor_model_parallel_group() if self._tensor > 1 else None,
+            group=parallel_state.get_tensor_model_parallel_group() if self._compute.tensor_size > 1 else None,
             first=first,
             size=max(0, min(len(weight_VD), self._vocab - first)),
         )
@@ -118,7 +114,7 @@ class MegatronNetwork(Network):
 
     def load(self, weights: Path, moments: Path) -> None:
         files = ShardFiles(weights)
-        self.fill(files.part)
+        fill(self.parameters, files.part)
         if self.optimizer is None:
             return
         with torch.no_grad():
