@@ -69,6 +69,7 @@ EAGER = {"gpt_oss", "mamba2"}  # attention sinks, which sdpa in transformers lea
 # Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
 AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention, in families that no test covers
+DEQUANTISED = ("fp8", "mxfp4")  # files in these formats are read as if they were in bfloat16
 MASKED_LOGIT = -1e9  # its probability and gradient are 0; with -infinity, 0 * infinity would give NaN
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
@@ -170,6 +171,14 @@ def feature_tokens(config: Any) -> tuple[int, ...]:
     return tuple(sorted({i for i in ids if i is not None}))
 
 
+def quantisation(config: Any) -> str | None:
+    """The method by which the files of a model are quantised."""
+    if (found := getattr(config, "quantization_config", None)) is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method))
+
+
 def traits_of(config: Any) -> Traits:
     """Raises UserError for models that the engine and the trainer would compute differently from transformers."""
     if (row := FAMILIES.get(config.model_type)) is not None:
@@ -181,9 +190,8 @@ def traits_of(config: Any) -> Traits:
 def _text_traits(config: Any) -> Traits:
     if config.get_text_config() is not config:
         raise _unsupported(config, "has more than a text decoder")
-    if (quantised := getattr(config, "quantization_config", None)) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise _unsupported(config, f"has quantised weights ({getattr(method, 'value', method)})")
+    if (method := quantisation(config)) not in (None, *DEQUANTISED):
+        raise _unsupported(config, f"has quantised weights ({method}; expected {', '.join(DEQUANTISED)} or none)")
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         raise _unsupported(config, "attends to later tokens")
     kinds = _layers(config)

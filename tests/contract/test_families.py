@@ -485,7 +485,7 @@ def refused(config: Any, folder: Path, **options: Any) -> str:
         (family("NanoChatConfig"), "scales its logits (final_logit_softcapping=15.0)"),
         (family("Gemma3TextConfig", use_bidirectional_attention=True), "attends to later tokens"),
         (lambda: transformers.LlavaNextConfig(), "has more than a text decoder"),
-        (family("LlamaConfig", quantization_config={"quant_method": "mxfp4"}), "quantised weights (mxfp4)"),
+        (family("LlamaConfig", quantization_config={"quant_method": "gptq", "bits": 4}), "quantised weights (gptq;"),
     ],
 )
 def test_what_is_not_compared_is_refused_before_weights_are_read(config, why, tmp_path):
