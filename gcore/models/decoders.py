@@ -214,7 +214,7 @@ def _layers(config: Any) -> tuple[str, ...]:
     if limits and family not in VERIFIED:
         raise _unsupported(config, f"limits attention ({', '.join(limits)})")
     unknown = set(kinds) - _compared_kinds(family)
-    if SLIDING in unknown or (SLIDING in kinds and not windowed):
+    if SLIDING in unknown or (SLIDING in kinds and not windowed) or (windowed and family == "minimax"):
         raise _unsupported(config, f"has layers of kind {SLIDING} (sliding_window={config.sliding_window})")
     if unknown:
         raise _unsupported(config, f"has layers of kind {', '.join(sorted(unknown))}")

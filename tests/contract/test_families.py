@@ -481,6 +481,7 @@ def refused(config: Any, folder: Path, **options: Any) -> str:
         (family("LlamaConfig", layer_types=["conv", "full_attention"] * 2), "layers of kind conv"),
         (family("Dots1Config", layer_types=MIXED, sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("LlamaConfig", layer_types=MIXED, sliding_window=7), "sliding_attention (sliding_window=7)"),
+        (family("MiniMaxConfig", layer_types=HYBRID, sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("PhimoeConfig", sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("NanoChatConfig"), "scales its logits (final_logit_softcapping=15.0)"),
         (family("Gemma3TextConfig", use_bidirectional_attention=True), "attends to later tokens"),
