@@ -48,8 +48,10 @@ def _config_of(build: BuildModel, sizes: Mapping[str, Any]) -> Any:
             f"model.build.architecture={build.architecture}; expected a model_type of transformers, such as qwen3{hint}"
         )
     config = CONFIG_MAPPING[build.architecture](**sizes)
-    if unknown := sorted(set(build.config) - set(config.to_dict())):
-        raise UserError(f"model.build.config: {build.architecture} has no key {unknown[0]}")
+    default = type(config)()  # `config` keeps any attribute that it is given
+    for name in build.config:
+        if not hasattr(default, name):
+            raise UserError(f"model.build.config: {build.architecture} has no key {name}")
     config._attn_implementation = implementation(config)
     return config
 
