@@ -44,9 +44,9 @@ from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.emulate.engine import Lengths, log_normal  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.placement.grid import POLICY, Split, all_splits, split_by  # noqa: E402
+from gcore.placement.grid import POLICY, Split, all_splits, shares, split_by  # noqa: E402
 from gcore.simulate.cluster import SimulatedRollout, Simulation, expected_view, first_state  # noqa: E402
-from gcore.simulate.run import evenly, rule_of, simulate  # noqa: E402
+from gcore.simulate.run import rule_of, simulate  # noqa: E402
 from gcore.simulate.scenario import Draw, Scenario, load_scenario  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
@@ -136,7 +136,7 @@ class SameWork:
 
 def simulate_same(scenario: Scenario, load: Load, policy: str, steps: int) -> list[SimulatedRollout]:
     rule, state, rollouts = rule_of(policy, scenario), first_state(scenario), list[SimulatedRollout]()
-    split, took_s = evenly(scenario.grid), None
+    split, took_s = shares(scenario.grid), None
     for step in range(1, steps + 1):
         work: Any = SameWork(scenario, step, load)
         begin = rule.begin(expected_view(scenario, state), scenario.costs(step), split, took_s)

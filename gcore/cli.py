@@ -325,14 +325,12 @@ def _plan_denoiser(args: argparse.Namespace) -> int:
     from gcore.cost.costs import gpu_of
     from gcore.cost.denoisers import DenoisingWork, denoiser_of, lines
 
-    trained = args.denoising_steps - 1 if args.trained_steps is None else args.trained_steps
     work = DenoisingWork(
         prompts=args.prompts,
         samples=args.samples,
         steps=args.denoising_steps,
-        trained=trained,
-        height=args.pixels,
-        width=args.pixels,
+        trained=args.trained_steps,
+        pixels=args.pixels,
         guidance=not args.no_guidance,
         kl=args.kl,
         checkpointing=args.checkpointing != "off",

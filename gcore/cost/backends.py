@@ -10,9 +10,10 @@ with published numbers in docs/megatron.md. No time was measured on more than on
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gcore.config.megatron import check_shape, is_uneven
 from gcore.cost.costs import GB, REACH, Gpu, Shape, training_s
@@ -24,7 +25,15 @@ WIDTHS = (1, 2, 4, 8)
 STAGES = (1, 2, 4, 8, 16)
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
 LOGITS_AT_ONCE = 1 << 26  # as in training/megatron/network.py
-PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "temporary")
+FSDP_PARTS = {  # of a layout: those of a rank (training_memory.PARTS)
+    "weights": ("weights", "copies"),
+    "gradients": ("gradients",),
+    "optimizer": ("moments",),
+    "reference": ("reference",),
+    "activations": ("activations",),
+    "temporary": ("work", "buckets"),
+}
+PARTS = tuple(FSDP_PARTS)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,6 @@ class Layout:
     """A backend on a number of GPUs. `parts`: bytes of the fullest rank. `update_s`: forward, backward, optimizer."""
 
     backend: str
-    gpus: int
     topology: Topology
     checkpointing: bool
     parts: Mapping[str, float]
@@ -57,13 +65,13 @@ class Work:
 def compare(shape: Shape, gpu: Gpu, gpus: int, work: Work) -> list[Layout]:
     """The fastest layout of each backend that leaves a tenth of the GPU free; if none does, the smallest one."""
     limit = COMFORTABLE * gpu.memory_gb * GB
-    found = []
+    fastest = []
     for layouts in (list(fsdp_layouts(shape, gpu, gpus, work)), list(megatron_layouts(shape, gpu, gpus, work))):
         fitting = [layout for layout in layouts if layout.total <= limit]
         if layouts:
-            smallest = min(layouts, key=lambda each: each.total)
-            found.append(min(fitting, key=lambda each: each.update_s, default=smallest))
-    return found
+            smallest = min(layouts, key=lambda layout: layout.total)
+            fastest.append(min(fitting, key=lambda layout: layout.update_s, default=smallest))
+    return fastest
 
 
 def fsdp_layouts(shape: Shape, gpu: Gpu, gpus: int, work: Work) -> Iterator[Layout]:
@@ -72,67 +80,50 @@ def fsdp_layouts(shape: Shape, gpu: Gpu, gpus: int, work: Work) -> Iterator[Layo
             continue
         rank = TrainingRank(shape, gpus // tensor, tensor, work.micro_tokens, kl=work.kl)
         chosen = choose(rank, Engines(), gpu.memory_gb * GB, "auto", "none")
-        parts = chosen.gpu[chosen.worst]
+        peak = chosen.gpu[chosen.worst]
+        parts = {name: sum(peak.get(part, 0.0) for part in names) for name, names in FSDP_PARTS.items()}
         seconds = training_s(
             shape, gpu, gpus, work.tokens, work.context, work.micro_tokens * tensor, chosen.rank.checkpointing
         )
         seconds += _tensor_s(shape, gpu, tensor, work.tokens * tensor / gpus, chosen.rank.checkpointing)
-        yield Layout(
-            "fsdp",
-            gpus,
-            Topology(gpus, tensor),
-            chosen.rank.checkpointing,
-            {
-                "weights": parts.get("weights", 0.0) + parts.get("copies", 0.0),
-                "gradients": parts.get("gradients", 0.0),
-                "optimizer": parts.get("moments", 0.0),
-                "reference": parts.get("reference", 0.0),
-                "activations": parts.get("activations", 0.0),
-                "temporary": parts.get("work", 0.0) + parts.get("buckets", 0.0),
-            },
-            seconds,
-        )
+        yield Layout("fsdp", Topology(gpus, tensor), chosen.rank.checkpointing, parts, seconds)
 
 
 def megatron_layouts(shape: Shape, gpu: Gpu, gpus: int, work: Work) -> Iterator[Layout]:
-    for tensor in WIDTHS:
-        for pipeline in STAGES:
-            for expert in EXPERTS:
-                copy = tensor * pipeline
-                if gpus % copy or gpus // copy % expert or tensor > gpu.per_node:
-                    continue
-                topology = Topology(gpus, tensor, pipeline, expert=expert)
-                try:
-                    check_shape(topology, shape)
-                except UserError:
-                    continue
-                for checkpointing in (False, True):
-                    yield _megatron(shape, gpu, topology, work, checkpointing)
+    for tensor, pipeline, expert in itertools.product(WIDTHS, STAGES, EXPERTS):
+        copy = tensor * pipeline
+        if gpus % copy or gpus // copy % expert or tensor > gpu.per_node:
+            continue
+        topology = Topology(gpus, tensor, pipeline, expert=expert)
+        try:
+            check_shape(topology, shape)
+        except UserError:
+            continue
+        for checkpointing in (False, True):
+            yield _megatron(shape, gpu, topology, work, checkpointing)
 
 
 def _megatron(shape: Shape, gpu: Gpu, topology: Topology, work: Work, checkpointing: bool) -> Layout:
     micros = max(1, math.ceil(work.tokens / topology.data_parallel / work.micro_tokens))
     waiting = (topology.pipeline - 1) / micros / topology.virtual  # of the 1F1B schedule, per unit of work
     reach = REACH.training_recomputed if checkpointing else REACH.training
-    compute_s = UPDATE * work.tokens * shape.forward_flops(work.context) / (topology.ranks * gpu.tflops * 1e12 * reach)
-    own = work.tokens / topology.data_parallel / topology.pipeline  # tokens x layers that a rank computes, / layers
-    seconds = compute_s + _tensor_s(shape, gpu, topology.tensor, own, checkpointing)
-    seconds += _expert_s(shape, gpu, topology, own, checkpointing)
+    tokens = work.tokens / topology.data_parallel / topology.pipeline  # x layers that a rank computes, / layers
+    seconds = gpu.compute_s(UPDATE * work.tokens * shape.forward_flops(work.context), reach, topology.ranks)
+    seconds += _tensor_s(shape, gpu, topology.tensor, tokens, checkpointing)
+    seconds += _expert_s(shape, gpu, topology, tokens, checkpointing)
     seconds *= 1 + waiting
     dense, experts = parameters_of_rank(shape, topology)
     reduced = 6.0 * (dense + experts)  # gradients are scattered in float32, weights gathered in bfloat16, once
-    seconds += reduced / (gpu.collective_gb_s(topology.data_parallel * topology.tensor) * GB * REACH.link)
-    state = 2 * 12.0 * (dense / topology.data_parallel + experts / _expert_copies(topology))
-    seconds += state / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
+    seconds += gpu.collective_s(reduced, topology.data_parallel * topology.tensor)
+    seconds += gpu.memory_s(2 * 12.0 * (dense / topology.data_parallel + experts / _expert_copies(topology)))
     parts = megatron_memory(shape, topology, work.micro_tokens, checkpointing, work.kl, micros)
-    return Layout("megatron", topology.ranks, topology, checkpointing, parts, seconds, waiting / (1 + waiting))
+    return Layout("megatron", topology, checkpointing, parts, seconds, waiting / (1 + waiting))
 
 
 def _tensor_s(shape: Shape, gpu: Gpu, tensor: int, tokens: float, checkpointing: bool) -> float:
     """Seconds of the all-reduces of `tokens` hidden states: two per layer and pass, which nothing overlaps."""
     passes = 3 if checkpointing else 2
-    sent = passes * 2 * shape.layers * tokens * shape.hidden * 2 * 2 * (tensor - 1) / tensor
-    return sent / (gpu.collective_gb_s(tensor) * GB * REACH.link)
+    return gpu.collective_s(passes * 2 * shape.layers * tokens * shape.hidden * 2 * 2 * (tensor - 1) / tensor, tensor)
 
 
 def _expert_s(shape: Shape, gpu: Gpu, topology: Topology, tokens: float, checkpointing: bool) -> float:
@@ -185,8 +176,7 @@ def megatron_memory(
     head = 4 * 4 * logits + (4 + 2) * shape.table_parameters / topology.tensor
     layer = micro_tokens * 2 * (3 * shape.intermediate * max(1, shape.active_experts) / topology.tensor)
     if checkpointing:
-        whole = TrainingRank(shape, tensor_parallel=topology.tensor, compiled=False, max_tokens=micro_tokens)
-        layer += micro_tokens * kept_per_token(whole)
+        layer += micro_tokens * kept_per_token(replace(eager, checkpointing=False))
     return {
         "weights": 2.0 * own,
         "gradients": 4.0 * own,

@@ -15,7 +15,7 @@ import difflib
 import functools
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,22 @@ class Gpu:
             return self.nvlink_gb_s
         return min(self.nvlink_gb_s, self.network_gb_s * self.per_node)
 
+    def compute_s(self, flops: float, reach: float, gpus: int = 1) -> float:
+        """Seconds of arithmetic, divided among `gpus`. `reach`: one of REACH."""
+        return flops / (gpus * self.tflops * 1e12 * reach)
+
+    def memory_s(self, size: float) -> float:
+        """Seconds to read or write bytes of its memory."""
+        return size / (self.bandwidth_gb_s * GB * REACH.decode_bandwidth)
+
+    def host_s(self, size: float) -> float:
+        """Seconds to copy bytes from or to host memory."""
+        return size / (self.host_gb_s * GB * REACH.host)
+
+    def collective_s(self, size: float, gpus: int) -> float:
+        """Seconds until each of `gpus` has received bytes of the others."""
+        return size / (self.collective_gb_s(gpus) * GB * REACH.link)
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -99,8 +115,8 @@ def hardware() -> dict[str, Any]:
 
 
 GPUS = {name: Gpu(name=name, **facts) for name, facts in hardware()["gpus"].items()}
-REACH = Reach(**{field.name: hardware()["reach"][field.name]["value"] for field in fields(Reach)})
-ENGINE = EngineCosts(**{field.name: hardware()["engine"][field.name]["value"] for field in fields(EngineCosts)})
+REACH = Reach(**{name: fact["value"] for name, fact in hardware()["reach"].items()})
+ENGINE = EngineCosts(**{name: fact["value"] for name, fact in hardware()["engine"].items()})
 
 
 def gpu_of(name: str) -> Gpu:
@@ -117,9 +133,11 @@ def gpu_of(name: str) -> Gpu:
 def decode_step_s(shape: Shape, gpu: Gpu, tp: int, running: float, mean_context: float) -> float:
     """Seconds of one token for each of `running` sequences."""
     kv = running * mean_context * shape.kv_bytes_per_token / min(tp, shape.kv_heads)  # beyond kv_heads: copies
-    read_s = (shape.read_bytes(running) / tp + kv) / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
-    compute_s = running * shape.forward_flops(mean_context) / tp / (gpu.tflops * 1e12 * REACH.decode_compute)
-    return max(read_s, compute_s) + _all_reduces_s(shape, gpu, tp, running) + engine_overhead_s(running, tp)
+    read_s = gpu.memory_s(shape.read_bytes(running) / tp + kv)
+    compute_s = gpu.compute_s(running * shape.forward_flops(mean_context) / tp, REACH.decode_compute)
+    all_reduces_s = 2 * shape.layers * ENGINE.all_reduce_s if tp > 1 else 0.0
+    all_reduces_s += running * _all_reduced_s(shape, gpu, tp)
+    return max(read_s, compute_s) + all_reduces_s + engine_overhead_s(running, tp)
 
 
 def engine_overhead_s(running: float, tp: int) -> float:
@@ -132,43 +150,28 @@ def engine_overhead_s(running: float, tp: int) -> float:
 
 def prefill_s(shape: Shape, gpu: Gpu, tp: int, tokens: float, mean_context: float = 0.0) -> float:
     """Seconds of prefill of `tokens`, each of which attends to `mean_context` others."""
-    compute_s = tokens * shape.forward_flops(mean_context) / tp / (gpu.tflops * 1e12 * REACH.prefill)
+    compute_s = gpu.compute_s(tokens * shape.forward_flops(mean_context) / tp, REACH.prefill)
     return compute_s + tokens * _all_reduced_s(shape, gpu, tp)
-
-
-def _all_reduces_s(shape: Shape, gpu: Gpu, tp: int, tokens: float) -> float:
-    latency = 2 * shape.layers * ENGINE.all_reduce_s if tp > 1 else 0.0
-    return latency + tokens * _all_reduced_s(shape, gpu, tp)
 
 
 def _all_reduced_s(shape: Shape, gpu: Gpu, tp: int) -> float:
     """Seconds to send one token's hidden state, twice per layer."""
-    sent = 2 * shape.layers * shape.hidden * BYTES * 2 * (tp - 1) / tp
-    return sent / (gpu.collective_gb_s(tp) * GB * REACH.link)
+    return gpu.collective_s(2 * shape.layers * shape.hidden * BYTES * 2 * (tp - 1) / tp, tp)
 
 
-def kv_tokens(shape: Shape, gpu: Gpu, tp: int, free_gb: float | None = None, fraction: float = MEMORY_FRACTION) -> int:
+def kv_tokens(shape: Shape, gpu: Gpu, tp: int, free_gb: float | None = None) -> int:
     """Tokens in the KV cache of a replica, at least 0. `free_gb`: free memory per GPU before loading the weights."""
-    free = gpu.memory_gb * fraction if free_gb is None else free_gb
+    free = gpu.memory_gb * MEMORY_FRACTION if free_gb is None else free_gb
     room = free * GB - shape.weight_bytes / tp
     return max(0, int(room * min(tp, shape.kv_heads) / shape.kv_bytes_per_token))
 
 
-def serving(
-    shape: Shape | str,
-    gpu: Gpu | str,
-    tp: int,
-    mean_context: float,
-    memory_fraction: float = MEMORY_FRACTION,
-    is_policy: bool = False,
-) -> ReplicaSpeed:
+def serving(shape: Shape, gpu: Gpu, tp: int, mean_context: float, is_policy: bool = False) -> ReplicaSpeed:
     """A linear fit of `decode_step_s`, and the seconds of sleep, wake and weight updates.
 
     `is_policy`: after waking, the weights come from the trainer. Otherwise (a judge) from host memory while it wakes.
     """
-    shape = shape_of(shape) if isinstance(shape, str) else shape
-    gpu = gpu_of(gpu) if isinstance(gpu, str) else gpu
-    held = int(kv_tokens(shape, gpu, tp, fraction=memory_fraction) / max(1.0, mean_context))
+    held = int(kv_tokens(shape, gpu, tp) / max(1.0, mean_context))
     if held < 1:
         raise UserError(
             f"{shape.name} on {tp} x {gpu.name}: the KV cache cannot hold a sequence of {mean_context:.0f} tokens, "
@@ -211,18 +214,13 @@ def _linear_fit(shape: Shape, gpu: Gpu, tp: int, mean_context: float, most: int)
 
 def wake_s(shape: Shape, gpu: Gpu, tp: int) -> float:
     """Seconds to allocate memory and load the weights from host memory."""
-    return ENGINE.wake_s + shape.weight_bytes / tp / (gpu.host_gb_s * GB * REACH.host)
+    return ENGINE.wake_s + gpu.host_s(shape.weight_bytes / tp)
 
 
 def weight_sync_s(shape: Shape, gpu: Gpu, tp: int, gpus: int) -> float:
     """Seconds of a weight update from a trainer sharded over `gpus` to every engine: all-gather, then load per GPU."""
-    gather_s = shape.weight_bytes * (gpus - 1) / gpus / (gpu.collective_gb_s(gpus) * GB * REACH.link)
+    gather_s = gpu.collective_s(shape.weight_bytes * (gpus - 1) / gpus, gpus)
     return ENGINE.update_s + gather_s + shape.weight_bytes / tp / (ENGINE.update_gb_s * GB)
-
-
-def offload_s(moved: float, gpu: Gpu) -> float:
-    """Seconds to move `moved` bytes of each GPU to host memory and back."""
-    return 2 * moved / (gpu.host_gb_s * GB * REACH.host)
 
 
 # ---- training ----------------------------------------------------------------------------------------------
@@ -242,17 +240,15 @@ def training_s(
     Gathering weights (twice) and scattering gradients, once per micro-batch, overlap with arithmetic.
     """
     reach = REACH.training_recomputed if checkpointing else REACH.training
-    compute_s = UPDATE * tokens * shape.forward_flops(context) / (gpus * gpu.tflops * 1e12 * reach)
+    compute_s = gpu.compute_s(UPDATE * tokens * shape.forward_flops(context), reach, gpus)
     micro_batches = max(1, math.ceil(tokens / gpus / micro_tokens))
     moved = (2 * BYTES + 4) * shape.parameters * (gpus - 1) / gpus  # gradients are summed in float32
-    moving_s = micro_batches * moved / (gpu.collective_gb_s(gpus) * GB * REACH.link)
     state = 12.0 * shape.parameters / gpus  # float32 weights and both moments are read and written
-    return max(compute_s, moving_s) + 2 * state / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
+    return max(compute_s, gpu.collective_s(micro_batches * moved, gpus)) + gpu.memory_s(2 * state)
 
 
 def logprob_s(shape: Shape, gpu: Gpu, gpus: int, tokens: float, context: float, micro_tokens: int = 16384) -> float:
     """Seconds of one forward pass over `tokens` by the trainer."""
-    compute_s = tokens * shape.forward_flops(context) / (gpus * gpu.tflops * 1e12 * REACH.logprobs)
+    compute_s = gpu.compute_s(tokens * shape.forward_flops(context), REACH.logprobs, gpus)
     micro_batches = max(1, math.ceil(tokens / gpus / micro_tokens))
-    moving = micro_batches * shape.weight_bytes * (gpus - 1) / gpus
-    return max(compute_s, moving / (gpu.collective_gb_s(gpus) * GB * REACH.link))
+    return max(compute_s, gpu.collective_s(micro_batches * shape.weight_bytes * (gpus - 1) / gpus, gpus))

@@ -53,9 +53,9 @@ class DenoiserShape:
     def depth(self) -> int:
         return self.layers + self.singles
 
-    def tokens(self, height: int, width: int) -> int:
-        """Patches of 16 x 16 pixels, and the prompt."""
-        return (height // 16) * (width // 16) * self.frames + self.text
+    def tokens(self, pixels: int) -> int:
+        """Of a square picture: patches of 16 x 16 pixels, and the prompt."""
+        return (pixels // 16) ** 2 * self.frames + self.text
 
     @property
     def cost(self) -> CostModel:
@@ -63,13 +63,13 @@ class DenoiserShape:
         flops = 2 * self.per_token * self.hidden**2 * self.depth
         return CostModel(crossover=2 * flops / (4 * self.hidden * self.depth), causal=False, flops=flops)
 
-    def pass_flops(self, height: int, width: int) -> float:
-        return self.cost.of(self.tokens(height, width)) * self.cost.flops
+    def pass_flops(self, pixels: int) -> float:
+        return self.cost.of(self.tokens(pixels)) * self.cost.flops
 
-    def pass_bytes(self, height: int, width: int, checkpointing: bool) -> float:
+    def pass_bytes(self, pixels: int, checkpointing: bool) -> float:
         """That one pass keeps for its backward pass, in bfloat16. With checkpointing: the inputs of all layers, and
         what one layer keeps."""
-        one = self.tokens(height, width) * self.hidden
+        one = self.tokens(pixels) * self.hidden
         if not checkpointing:
             return one * self.activations * self.depth
         return one * (SERVED_BYTES * self.depth + self.activations)
@@ -91,24 +91,27 @@ DENOISERS = {
 
 @dataclass(frozen=True)
 class DenoisingWork:
-    """A training step. DenoisingWork(prompts=8, samples=8, steps=20, trained=19, height=512, width=512)"""
+    """A training step. DenoisingWork(prompts=8, samples=8, steps=20, trained=4, pixels=512)"""
 
     prompts: int = 8
     samples: int = 8
     steps: int = 20
-    trained: int = 19  # stochastic steps: all except the last, or those of a window
-    height: int = 512
-    width: int = 512
+    trained: int | None = None  # stochastic steps: those of a window; None: all except the last
+    pixels: int = 512  # height and width
     guidance: bool = True
     kl: bool = False
     checkpointing: bool = True
     batch: int = 16  # pictures that an engine denoises at the same time
 
     def __post_init__(self) -> None:
-        if self.height % 16 or self.width % 16:
-            raise UserError(f"--pixels {self.height}: expected a multiple of 16")
-        if not 1 <= self.trained < self.steps:
+        if self.pixels % 16:
+            raise UserError(f"--pixels {self.pixels}: expected a multiple of 16")
+        if not 1 <= self.num_trained < self.steps:
             raise UserError(f"--trained-steps {self.trained}: expected 1 to --denoising-steps - 1 = {self.steps - 1}")
+
+    @property
+    def num_trained(self) -> int:
+        return self.steps - 1 if self.trained is None else self.trained
 
     def passes(self, shape: DenoiserShape) -> int:
         """Of a denoising step."""
@@ -133,61 +136,62 @@ class DenoisingPlan:
 def plan_denoiser(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> DenoisingPlan:
     if gpus < 1:
         raise UserError(f"--gpus {gpus}: expected at least 1")
-    number, rate = work.prompts * work.samples, gpu.tflops * 1e12 * gpus
+    number = work.prompts * work.samples
     seconds = {
         "text encoder": encoder_s(shape, gpu) * max(shape.text, TEXT) * (work.prompts + 1) / gpus,
         "generation": number * work.steps * denoising_step_s(shape, gpu, work) / gpus,
         "VAE": number * vae_s(shape, gpu, work) / gpus,
-        **_training(shape, rate, work),
-        "weights": shape.parameters * SERVED_BYTES / (gpu.nvlink_gb_s * GB * REACH.link),
+        **training_times(shape, gpu, gpus, work),
+        "weights": gpu.collective_s(SERVED_BYTES * shape.parameters, gpu.per_node),  # within a machine
     }
     state = STATE_BYTES * shape.parameters / gpus
     rollout = {**engine_bytes(shape, work), "trainer": state}
-    one_sample = work.trained * work.passes(shape)  # passes of one micro-batch, at least
+    one_sample = work.num_trained * work.passes(shape)  # passes of one micro-batch, at least
     update = {
         "trainer": state,
         "reference": SERVED_BYTES * shape.parameters / gpus if work.kl else 0.0,
-        "activations": one_sample * shape.pass_bytes(work.height, work.width, work.checkpointing),
+        "activations": one_sample * shape.pass_bytes(work.pixels, work.checkpointing),
     }
     most = max(sum(rollout.values()), sum(update.values()))
     return DenoisingPlan(seconds, rollout, update, most < MEMORY_FRACTION * gpu.memory_gb * GB)
 
 
-def _training(shape: DenoiserShape, rate: float, work: DenoisingWork) -> dict[str, float]:
+def training_times(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> dict[str, float]:
+    """Seconds of the update phase by stage, without the engines."""
     reach = REACH.training_recomputed if work.checkpointing else REACH.training
-    passes = work.prompts * work.samples * work.trained * work.passes(shape)
-    flops = passes * shape.pass_flops(work.height, work.width)
+    passes = work.prompts * work.samples * work.num_trained * work.passes(shape)
+    flops = passes * shape.pass_flops(work.pixels)
     return {
-        "preparation": flops / (rate * REACH.logprobs) if work.kl else 0.0,
-        "training": flops * UPDATE / (rate * reach),
+        "preparation": gpu.compute_s(flops, REACH.logprobs, gpus) if work.kl else 0.0,
+        "training": gpu.compute_s(UPDATE * flops, reach, gpus),
     }
 
 
 def denoising_step_s(shape: DenoiserShape, gpu: Gpu, work: DenoisingWork) -> float:
     """Seconds of one denoising step of one picture, in a batch that is limited by arithmetic."""
-    flops = shape.pass_flops(work.height, work.width) * work.passes(shape)
-    return flops / (gpu.tflops * 1e12 * REACH.prefill)
+    return gpu.compute_s(shape.pass_flops(work.pixels) * work.passes(shape), REACH.prefill)
 
 
 def vae_s(shape: DenoiserShape, gpu: Gpu, work: DenoisingWork) -> float:
     """Seconds to decode one picture or video."""
-    return VAE_FLOPS * work.height * work.width * _frames(shape) / (gpu.tflops * 1e12 * REACH.prefill)
+    frames = 1 if shape.frames == 1 else 4 * (shape.frames - 1) + 1
+    return gpu.compute_s(VAE_FLOPS * work.pixels**2 * frames, REACH.prefill)
 
 
 def encoder_s(shape: DenoiserShape, gpu: Gpu) -> float:
     """Seconds of the text encoders per token."""
-    return 2 * shape.encoder / (gpu.tflops * 1e12 * REACH.prefill)
+    return gpu.compute_s(2 * shape.encoder, REACH.prefill)
 
 
 def engine_bytes(shape: DenoiserShape, work: DenoisingWork) -> dict[str, float]:
     """Of an engine that generates. The latents of all steps stay on the GPU until a sample ends."""
-    pixels = work.height * work.width * shape.frames
-    working = work.passes(shape) * shape.tokens(work.height, work.width) * shape.hidden * shape.activations
+    working = work.passes(shape) * shape.tokens(work.pixels) * shape.hidden * shape.activations
+    latents = (work.steps + 1) * LATENTS * work.pixels**2 * shape.frames
     return {
         "transformer": SERVED_BYTES * shape.parameters,
         "text encoders": SERVED_BYTES * shape.encoder,
         "VAE": SERVED_BYTES * VAE_PARAMETERS,
-        "batch": work.batch * (working + (work.steps + 1) * LATENTS * pixels),
+        "batch": work.batch * (working + latents),
     }
 
 
@@ -195,7 +199,7 @@ def replica_speed(shape: DenoiserShape, gpu: Gpu, work: DenoisingWork) -> Replic
     """A simulated engine on one GPU. A denoising step of b pictures reads the weights or computes b steps, whichever
     takes longer; as a line: the weights are the fixed part. The VAE is spread over the steps of a picture. The prefill
     is the text encoder."""
-    read_s = SERVED_BYTES * shape.parameters / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
+    read_s = gpu.memory_s(SERVED_BYTES * shape.parameters)
     step_s = denoising_step_s(shape, gpu, work)
     held = sum(engine_bytes(shape, work).values())
     if held > MEMORY_FRACTION * gpu.memory_gb * GB:
@@ -209,18 +213,9 @@ def replica_speed(shape: DenoiserShape, gpu: Gpu, work: DenoisingWork) -> Replic
         prefill_s_per_token=encoder_s(shape, gpu),
         max_concurrent=work.batch,
         sleep_s=ENGINE.sleep_s,
-        wake_s=ENGINE.wake_s + SERVED_BYTES * (shape.encoder + VAE_PARAMETERS) / (gpu.host_gb_s * GB * REACH.host),
+        wake_s=ENGINE.wake_s + gpu.host_s(SERVED_BYTES * (shape.encoder + VAE_PARAMETERS)),
         weights_s=ENGINE.update_s + SERVED_BYTES * shape.parameters / (ENGINE.update_gb_s * GB),
     )
-
-
-def update_s(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> float:
-    """Seconds of the update phase of a simulated step, without the engines."""
-    return sum(_training(shape, gpu.tflops * 1e12 * gpus, work).values())
-
-
-def _frames(shape: DenoiserShape) -> int:
-    return 1 if shape.frames == 1 else 4 * (shape.frames - 1) + 1
 
 
 def denoiser_of(name: str, key: str = "--denoiser") -> DenoiserShape:
@@ -231,20 +226,20 @@ def denoiser_of(name: str, key: str = "--denoiser") -> DenoiserShape:
 
 def lines(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> list[str]:
     """The plan as text."""
-    found, tokens = plan_denoiser(shape, gpu, gpus, work), shape.tokens(work.height, work.width)
-    number, one = work.prompts * work.samples, shape.pass_flops(work.height, work.width)
+    plan, number, edge = plan_denoiser(shape, gpu, gpus, work), work.prompts * work.samples, work.pixels
     twice = ", two passes per step (guidance)" if work.passes(shape) == 2 else ""
     return [
-        f"{shape.name}: {shape.parameters / 1e9:.1f}B parameters, {tokens:,} tokens, {one / 1e12:.1f} TFLOP per pass",
-        f"step: {work.prompts} x {work.samples} = {number} pictures of {work.height} x {work.width} pixels, "
-        f"{work.steps} steps, {work.trained} of them trained{twice}",
+        f"{shape.name}: {shape.parameters / 1e9:.1f}B parameters, {shape.tokens(edge):,} tokens, "
+        f"{shape.pass_flops(edge) / 1e12:.1f} TFLOP per pass",
+        f"step: {work.prompts} x {work.samples} = {number} pictures of {edge} x {edge} pixels, "
+        f"{work.steps} steps, {work.num_trained} of them trained{twice}",
         f"one denoising step of a picture: {1e3 * denoising_step_s(shape, gpu, work):.2f} ms; its VAE: "
         f"{1e3 * vae_s(shape, gpu, work):.2f} ms",
-        f"on {gpus} x {gpu.title}: {found.step_s:.1f} s per step, an estimate by FLOPs",
-        *(f"  {name:<14}{seconds:>9.2f} s" for name, seconds in found.seconds.items() if seconds),
-        f"GB of one GPU while it generates, {work.batch} pictures at a time: {_parts(found.rollout)}",
-        f"GB while it trains on one sample per micro-batch: {_parts(found.update)}",
-        *([] if found.fits else [f"does not fit in {MEMORY_FRACTION:.0%} of {gpu.memory_gb:.0f} GB"]),
+        f"on {gpus} x {gpu.title}: {plan.step_s:.1f} s per step, an estimate by FLOPs",
+        *(f"  {name:<14}{seconds:>9.2f} s" for name, seconds in plan.seconds.items() if seconds),
+        f"GB of one GPU while it generates, {work.batch} pictures at a time: {_parts(plan.rollout)}",
+        f"GB while it trains on one sample per micro-batch: {_parts(plan.update)}",
+        *([] if plan.fits else [f"does not fit in {MEMORY_FRACTION:.0%} of {gpu.memory_gb:.0f} GB"]),
     ]
 
 

@@ -38,10 +38,6 @@ class ReplicaSpeed:
         """With this many seconds to put one engine to sleep and wake another on the same slots. None: as it is."""
         return self if swap_s is None else replace(self, sleep_s=0.0, wake_s=swap_s, weights_s=0.0)
 
-    def step_s(self, running: int) -> float:
+    def step_s(self, running: float) -> float:
         """Seconds of one decoding step. Sequences above max_concurrent wait and do not slow the step."""
         return self.base_s + self.per_sequence_s * min(max(running, 1), self.max_concurrent)
-
-    def tokens_per_s(self, running: int) -> float:
-        """Tokens per second of the replica with `running` sequences; 0 when idle."""
-        return min(max(running, 0), self.max_concurrent) / self.step_s(running)

@@ -66,9 +66,13 @@ class Shape:
         return self.vocab * self.hidden
 
     @property
+    def tables(self) -> int:
+        """Parameters of the embedding and the head."""
+        return self.table_parameters * (1 if self.tied else 2)
+
+    @property
     def parameters(self) -> int:
-        tables = self.table_parameters * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + tables + self.hidden
+        return self.layers * self.layer_parameters + self.tables + self.hidden
 
     @property
     def active_parameters(self) -> int:
@@ -109,31 +113,28 @@ class Shape:
         return rest + BYTES * self.layers * self._expert * touched
 
 
+SMALL: dict[str, Any] = {"vocab": 151936, "tied": True}
+MIXTURE: dict[str, Any] = {"vocab": 151936, "experts": 128, "active_experts": 8, "family": "Qwen3"}
+
+
 def _qwen(size: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **other: Any) -> Shape:
-    rest = {"head_dim": 128, "vocab": 152064, "source": f"shape of Qwen2.5-{size}", **other}
+    family = other.pop("family", "Qwen2.5")
+    rest = {"head_dim": 128, "vocab": 152064, "source": f"shape of {family}-{size}", **other}
     return Shape(size, layers, hidden, intermediate, heads, kv_heads, **rest)
-
-
-def _small(**other: Any) -> dict[str, Any]:
-    return {"vocab": 151936, "tied": True, **other}
-
-
-def _mixture(size: str) -> dict[str, Any]:
-    return {"vocab": 151936, "experts": 128, "active_experts": 8, "source": f"shape of Qwen3-{size}"}
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
-        _qwen("0.5B", 24, 896, 4864, 14, 2, **_small(head_dim=64)),
-        _qwen("1.5B", 28, 1536, 8960, 12, 2, **_small()),
-        _qwen("3B", 36, 2048, 11008, 16, 2, **_small()),
+        _qwen("0.5B", 24, 896, 4864, 14, 2, **SMALL, head_dim=64),
+        _qwen("1.5B", 28, 1536, 8960, 12, 2, **SMALL),
+        _qwen("3B", 36, 2048, 11008, 16, 2, **SMALL),
         _qwen("7B", 28, 3584, 18944, 28, 4),
         _qwen("14B", 48, 5120, 13824, 40, 8),
         _qwen("32B", 64, 5120, 27648, 40, 8),
         _qwen("72B", 80, 8192, 29568, 64, 8),
-        _qwen("30B-A3B", 48, 2048, 768, 32, 4, **_mixture("30B-A3B")),
-        _qwen("235B-A22B", 94, 4096, 1536, 64, 4, **_mixture("235B-A22B")),
+        _qwen("30B-A3B", 48, 2048, 768, 32, 4, **MIXTURE),
+        _qwen("235B-A22B", 94, 4096, 1536, 64, 4, **MIXTURE),
     )
 }
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([BM])", re.IGNORECASE)

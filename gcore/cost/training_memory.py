@@ -70,7 +70,7 @@ class TrainingRank:
     def own_parameters(self) -> float:
         """Parameters in this rank's shard."""
         layers = self.shape.layers * self.shape.layer_parameters / self.tensor_parallel
-        return (layers + _tables(self.shape) + self.shape.hidden) / self.shard
+        return (layers + self.shape.tables + self.shape.hidden) / self.shard
 
     @property
     def trained_parameters(self) -> float:
@@ -95,8 +95,8 @@ def training_memory(rank: TrainingRank) -> Memory:
     state = state_bytes(rank.own_parameters, rank.trained_parameters, rank.width, rank.kl, bool(rank.adapters))
     critic = _critic_rank(rank)
     if critic is not None:
-        own = state_bytes(critic.own_parameters, critic.own_parameters, critic.width, False, False)
-        state |= {"critic": own["weights"], "critic moments": own["moments"]}
+        critic_state = state_bytes(critic.own_parameters, critic.own_parameters, critic.width, False, False)
+        state |= {"critic": critic_state["weights"], "critic moments": critic_state["moments"]}
     fixed: dict[str, float] = {name: state[name] for name in ("weights", "reference", "critic") if name in state}
     idle: dict[str, float] = fixed | {name: state[name] for name in ("moments", "critic moments") if name in state}
     buckets = {"buckets": _buckets(rank)}
@@ -115,7 +115,7 @@ def training_memory(rank: TrainingRank) -> Memory:
         "weight update": idle | buckets,
     }
     if critic is not None:
-        phases["critic backward"], phases["critic step"] = _critic_phases(critic, idle)
+        phases["critic backward"], phases["critic step"] = _critic_phases(critic, critic_state, idle)
     if not rank.kl or rank.adapters:  # the reference of adapters is a copy of them, with the policy's weights
         del phases["logprobs"]
     if rank.cpu:
@@ -149,19 +149,18 @@ def _critic_rank(rank: TrainingRank) -> TrainingRank | None:
     return replace(rank, shape=replace(rank.critic, tied=True), critic=None, adapters=0, kl=False)
 
 
-def _critic_phases(critic: TrainingRank, idle: Parts) -> tuple[dict[str, float], dict[str, float]]:
-    """Its backward pass and its optimizer step, beside what the policy keeps."""
-    own = state_bytes(critic.own_parameters, critic.own_parameters, critic.width, False, False)
+def _critic_phases(critic: TrainingRank, state: Parts, idle: Parts) -> tuple[dict[str, float], dict[str, float]]:
+    """Its backward pass and its optimizer step, beside what the policy keeps. `state`: of the critic."""
     layer = _layer_work(critic) + (4 + critic.width) * critic.shape.layer_parameters / critic.tensor_parallel
     if critic.checkpointing:
         layer += critic.max_tokens * kept_per_token(replace(critic, checkpointing=False))
     backward = {
-        "gradients": own["gradients"] if critic.micro_batches > 1 else 0.0,
+        "gradients": state["gradients"] if critic.micro_batches > 1 else 0.0,
         "copies": _copies(critic),
         "activations": _activations(critic),
         "work": layer,
     }
-    step = {"gradients": own["gradients"], "critic moments": _moments_at_once(critic, own["moments"])}
+    step = {"gradients": state["gradients"], "critic moments": _moments_at_once(critic, state["moments"])}
     return {**idle, **backward}, {**idle, **step}
 
 
@@ -199,16 +198,12 @@ def _moments_at_once(rank: TrainingRank, moments: float) -> float:
     return min(moments, max(PART_BYTES, largest))
 
 
-def _tables(shape: Shape) -> int:
-    return shape.table_parameters * (1 if shape.tied else 2)
-
-
 def _copies(rank: TrainingRank) -> float:
     """Weights in the compute dtype: all of them if they are not sharded, else what is gathered at a time."""
     shape = rank.shape
     if rank.shard == 1:
         return 0.0 if rank.cpu else rank.width * rank.own_parameters
-    return rank.width * (GATHERED_LAYERS * shape.layer_parameters / rank.tensor_parallel + _tables(shape))
+    return rank.width * (GATHERED_LAYERS * shape.layer_parameters / rank.tensor_parallel + shape.tables)
 
 
 def kept_per_token(rank: TrainingRank) -> float:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gcore.types import SampleMeta, SampleWork
+from gcore.types import SampleMeta
 
 UPDATE = 3  # forward passes that forward and backward cost, without recomputation
 MICRO_BATCH_TOKENS = 128.0  # cost of a micro-batch beyond its samples: kernel launches, weights to gather. Chosen
@@ -38,17 +38,13 @@ class CostModel:
     towers: tuple[tuple[str, CostModel], ...] = ()  # what encodes media, by their kind
     patch: int = 196  # of a tower: pixels of an image that become one of its tokens
 
-    def of(self, length: int, *, steps: int = 0) -> float:
-        """Of one pass over a sequence."""
-        quadratic = length * length / self.crossover * (1 if self.causal else 2)
-        return length + quadratic + self.head * steps
-
-    def of_work(self, work: SampleWork, *, steps: int = 0) -> float:
-        media = sum(self.of_medium(kind, size) for kind, size in work.media)
-        return work.passes * self.of(work.length) + self.head * steps + media
+    def of(self, length: int) -> float:
+        """Of one pass over a sequence, without the head."""
+        return length + length * length / self.crossover * (1 if self.causal else 2)
 
     def of_sample(self, meta: SampleMeta) -> float:
-        return self.of_work(meta.work, steps=meta.steps)
+        media = sum(self.of_medium(kind, size) for kind, size in meta.work.media)
+        return meta.work.passes * self.of(meta.work.length) + self.head * meta.steps + media
 
     def of_token(self, context: float) -> float:
         """Of a token in the middle of a batch: it attends to `context` others, and a step is predicted after it."""
@@ -98,9 +94,6 @@ class Fit:
     def crossover(self) -> float:
         """As in CostModel, from measured times; infinite if attention takes no time."""
         return self.token_s / self.pair_s if self.pair_s else float("inf")
-
-    def seconds(self, tokens: float, pairs: float, micro_batches: int) -> float:
-        return self.token_s * tokens + self.pair_s * pairs + self.micro_batch_s * micro_batches
 
 
 def fit(observations: Sequence[Observation], cost: CostModel) -> Fit | None:

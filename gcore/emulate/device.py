@@ -150,9 +150,7 @@ class Device:
             self._order += 1
             heapq.heappush(ending, (clock + job.tokens, self._order, job))
             if job.prompt and self._prefill:
-                self.prefill_until = (
-                    self.at if self.at > self.prefill_until else self.prefill_until
-                ) + self._prefill * job.prompt
+                self.prefill_until = max(self.at, self.prefill_until) + self._prefill * job.prompt
                 self.prefilled += job.prompt
 
 

@@ -31,6 +31,7 @@ from gcore.config.engines import engines_taking
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.device import RUNNING, Device, DeviceJob
+from gcore.generation.noise import bits
 from gcore.generation.spec import EngineSpec
 from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Ints, Request, UserError
@@ -387,12 +388,8 @@ def _table(tokens: range, stops: tuple[int, ...]) -> Ints:
 
 
 def _noise(key: int, start: int, num: int) -> npt.NDArray[np.uint64]:
-    """SplitMix64: outputs `start`, `start + 1`, ... of the key's stream, as generation/noise.py draws them."""
-    z = np.arange(start + 1, start + num + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    z += np.uint64(key & (2**64 - 1))
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    """Outputs `start`, `start + 1`, ... of the key's stream."""
+    return bits(np.uint64(key & (2**64 - 1)), np.arange(start, start + num))
 
 
 def _digest(request: Request) -> bytes:
@@ -400,5 +397,5 @@ def _digest(request: Request) -> bytes:
 
 
 def _normal(key: int, place: int) -> float:
-    bits = _noise(~key, place, 1)  # ~: not the stream of the tokens
-    return NORMAL.inv_cdf((float(bits[0]) + 0.5) * 2.0**-64)
+    number = float(_noise(~key, place, 1)[0])  # ~: not the stream of the tokens
+    return NORMAL.inv_cdf((number + 0.5) * 2.0**-64)

@@ -34,7 +34,6 @@ class EmulatedTrainer:
     def __init__(self, seconds_per_token: float, *, hidden_size: int = 128, lr: float = 0.0, rank: int = 0) -> None:
         self.seconds_per_token, self.hidden_size, self.lr, self.rank = seconds_per_token, hidden_size, lr, rank
         self.updates = 0
-        self.busy_s = 0.0
         self._samples: dict[Key, Sample] = {}
         self._staged = b""  # the content of a checkpoint
 
@@ -114,9 +113,7 @@ class EmulatedTrainer:
         return [self._samples[key] for key in wanted]
 
     async def _work(self, samples: Sequence[Sample], share: float) -> None:
-        seconds = share * self.seconds_per_token * _tokens(samples)
-        self.busy_s += seconds
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(share * self.seconds_per_token * sum(sample.content.size for sample in samples))
 
 
 def trainer_of(config: Config, section: EmulatedTraining, rank: int) -> EmulatedTrainer:
@@ -126,7 +123,3 @@ def trainer_of(config: Config, section: EmulatedTraining, rank: int) -> Emulated
     else:
         width = json.loads((model_folder(model) / "config.json").read_text()).get("hidden_size", 4096)
     return EmulatedTrainer(section.seconds_per_token, hidden_size=width, lr=config.training.lr, rank=rank)
-
-
-def _tokens(samples: Sequence[Sample]) -> int:
-    return sum(sample.content.size for sample in samples)

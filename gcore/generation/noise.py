@@ -24,10 +24,14 @@ def noise_key(*names: object) -> int:
 
 
 def uniforms(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (key, position): SplitMix64, the position-th output of the key's stream."""
+    """One number in [0, 1) for each (key, position)."""
+    return (bits(keys, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def bits(keys: npt.NDArray[np.uint64] | np.uint64, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64: the position-th output of the key's stream, for each (key, position)."""
     with np.errstate(over="ignore"):
         z = keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         z = (z ^ (z >> np.uint64(30))) * _MIX_1
         z = (z ^ (z >> np.uint64(27))) * _MIX_2
-        z = z ^ (z >> np.uint64(31))
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return z ^ (z >> np.uint64(31))

@@ -17,6 +17,7 @@ from pathlib import Path
 from gcore.config.base import Model, PolicyModel, Serving
 from gcore.config.rewards import ScalarReward
 from gcore.config.tree import Config
+from gcore.cost.shapes import model_shape
 from gcore.cost.training_memory import off_gpu, state_bytes
 from gcore.hub import model_folder
 from gcore.launch.machines import Machine
@@ -137,11 +138,7 @@ def num_parameters(model: Model) -> int:
         return sum(file.stat().st_size for file in files) // _bytes_per_weight(folder / "config.json")
     if isinstance(model, PolicyModel) and model.denoiser is not None:
         return 18 * model.denoiser.layers * model.denoiser.hidden_size**2 + 200 * model.denoiser.hidden_size
-    build = model.build
-    assert build is not None
-    copies = build.experts if build.architecture == "qwen3_moe" else 1
-    per_layer = 4 * build.hidden_size**2 + 3 * copies * build.hidden_size * build.intermediate_size
-    return build.layers * per_layer + 200 * build.hidden_size
+    return model_shape(model, "model.build").parameters
 
 
 def _bytes_per_weight(file: Path) -> int:

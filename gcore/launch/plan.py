@@ -392,7 +392,7 @@ def first_split(config: Config, grid: DeviceGrid) -> Split:
             )
         return Split((POLICY,) * grid.num_blocks)
     if not given:
-        return shares(grid, dict.fromkeys(grid.roles, 1.0))
+        return shares(grid)
     if any(slots % grid.slots_per_block for slots in given.values()) or sum(given.values()) != grid.slots:
         raise UserError(
             f"placement.split={given}: expected multiples of {grid.slots_per_block}, the widest tensor_parallel, that "

@@ -9,7 +9,7 @@ from gcore.placement.rules import Costs, Rule, View
 
 
 @dataclass(frozen=True, slots=True)
-class StaticRule:
+class StaticRule(Rule):
     """The split chosen before the run stays."""
 
     split: Split
@@ -17,25 +17,18 @@ class StaticRule:
     def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
         return self.split
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return []
-
 
 @dataclass(frozen=True, slots=True)
-class StartingAtRule:
+class StartingAtRule(StaticRule):
     """Every rollout begins with the same split; another rule moves blocks during it."""
 
-    split: Split
     rule: Rule
-
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
-        return self.split
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         return self.rule(split, view, costs)
 
 
-class _AllGenerateFirst:
+class _AllGenerateFirst(Rule):
     def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
         return Split((POLICY,) * costs.grid.num_blocks)
 
@@ -86,26 +79,20 @@ class EarlySwapRule(_AllGenerateFirst):
         return moves
 
 
-class ProportionalRule:
+class ProportionalRule(Rule):
     """Blocks in proportion to the busy time of each role in the last rollout; no moves."""
 
     def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
         return shares(costs.grid, {role: view.loads[role].busy for role in costs.grid.roles})
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return []
-
 
 @dataclass(frozen=True, slots=True)
-class UtilisationRule:
+class UtilisationRule(Rule):
     """The paper's rule, as far as it is published: slots move one by one from the least to the most utilised role."""
 
     high: float = 0.9
     low: float = 0.7
     cool_down_s: float = 10.0
-
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
-        return last
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         if view.moving or view.since_move_s < self.cool_down_s:

@@ -4,7 +4,7 @@
 
 The formulas of rules.py estimate when the requests in progress end. That is not enough for a whole rollout: a dropped
 group is replaced by another, so late verdicts delay generation. Therefore a small model of the rollout is simulated,
-event by event. Replicas of a role that are equally fast are one pool (forecast_pools.py): all its requests make one
+event by event. Replicas of a role that are equally fast are one pool (RolePool): all its requests make one
 token per step and share the replicas evenly, except that running requests stay where they are when blocks join. The
 lengths of siblings are those of siblings of the last rollout, so that a mixture of short and long groups stays one; at
 most MAX_GROUPS groups represent all. Groups that the previous rollout aborted start first.
@@ -15,13 +15,14 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from gcore.config.sampling import MAX_OVERSAMPLING, acceptance_rate
-from gcore.placement.forecast_pools import RolePool, RolePools
-from gcore.placement.grid import POLICY, Move, Split, neighbours
+from gcore.cost.replica_speed import ReplicaSpeed
+from gcore.placement.grid import POLICY, Move, Split, best_split
 from gcore.placement.rules import LEAST_RATE, Costs, Rule, View, arranged, request_limit, with_needed
 
 MAX_GROUPS = 64  # groups simulated per step; with more, each represents several
@@ -32,14 +33,13 @@ FORECAST_POLL_SHARE = 0.025  # of a rollout between two polls: less often than i
 MAX_IDLE_POLLS = 400  # polls without an event: the rule never ends this rollout
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutTimes:
+class RolloutTimes(NamedTuple):
     """RolloutTimes(seconds=98.0, generating_s=61.0, switching_s=2.4, turns=1)"""
 
     seconds: float  # inf: the rollout never ends
     generating_s: float  # while responses are generated
     switching_s: float  # while all blocks change their owner
-    turns: int  # how often they do
+    turns: float  # how often they do
 
 
 class Forecast:
@@ -72,9 +72,6 @@ class Forecast:
         if split not in self._static:
             self._static[split] = _RolloutModel(self, split, None, poll_interval_s).run()
         return self._static[split]
-
-    def seconds(self, split: Split, rule: Rule | None = None, poll_interval_s: float = 1.0) -> float:
-        return self.times(split, rule, poll_interval_s).seconds
 
     def start_after(self, split: Split) -> Forecast:
         """From now on forecast the rollout after one with this split: groups that it aborted, mostly long ones, start
@@ -230,15 +227,13 @@ class _RolloutModel:
 
     def _arrive(self) -> None:
         """Blocks that arrive at the same time share the waiting requests, so the pool grows once."""
-        joined = dict[tuple[str, int], tuple[RolePool, int]]()
+        joined = Counter[tuple[str, RolePool]]()  # replicas
         while self.arriving and self.arriving[0][0] <= self.now:
             _, block, move = heapq.heappop(self.arriving)
-            pool = self._pool(move.target, block)
-            replicas = joined.get((move.target, id(pool)), (pool, pool.replicas))[1]
-            joined[move.target, id(pool)] = pool, replicas + self.grid.per_block(move.target)
-        for (role, _), (pool, replicas) in joined.items():
+            joined[move.target, self._pool(move.target, block)] += self.grid.per_block(move.target)
+        for (role, pool), replicas in joined.items():
             self.roles[role].advance(self.now)
-            self.roles[role].resize(pool, replicas)
+            self.roles[role].resize(pool, pool.replicas + replicas)
 
     def _view(self) -> View:
         """The view that the controllers would have."""
@@ -247,12 +242,8 @@ class _RolloutModel:
         loads, work, per_group = {}, dict[int, float](), {}
         moving = frozenset(block for _, block, _ in self.arriving)
         for role, owner in self.roles.items():
-            running, waiting, load = (
-                round(owner.running * weight),
-                round(len(owner.waiting) * weight),
-                forecast.loads[role],
-            )
-            loads[role] = replace(load, running=running, waiting=waiting, age=owner.age)
+            running, waiting = round(owner.running * weight), round(len(owner.waiting) * weight)
+            loads[role] = replace(forecast.loads[role], running=running, waiting=waiting, age=owner.age)
             per_group[role] = weight * (forecast.samples if role == POLICY else forecast.verdicts[role])
             for factor, pool in zip(forecast.relative, owner.pools, strict=True):
                 self._work(role, pool, factor, moving, work)
@@ -276,25 +267,162 @@ def poll_interval_s(expected_s: float) -> float:
     return max(POLL_INTERVAL_S, FORECAST_POLL_SHARE * expected_s)
 
 
-def mean_seconds(
+def mean_times(
     forecasts: Sequence[Forecast], split: Split, rule: Rule | None = None, poll_interval_s: float = 1.0
-) -> float:
-    return sum(forecast.seconds(split, rule, poll_interval_s) for forecast in forecasts) / len(forecasts)
+) -> RolloutTimes:
+    """Of forecasts of one rollout with different seeds."""
+    times = [forecast.times(split, rule, poll_interval_s) for forecast in forecasts]
+    return RolloutTimes(*(sum(values) / len(values) for values in zip(*times, strict=True)))
 
 
 def best_static_split(forecasts: Sequence[Forecast], near: Split, stride: int) -> tuple[float, Split]:
-    """The split with the shortest rollout without moves, and its seconds. Local search from `near`: `stride` blocks
-    change their role, then fewer."""
+    """The split with the shortest rollout without moves, and its seconds. `stride`: of the search from `near`."""
     first = forecasts[0]
-    best, best_s = near, mean_seconds(forecasts, near)
-    tried = {tuple(near.counts().items())}
-    while stride:
-        last = best
-        for split in (first.arranged(other) for other in neighbours(last, first.costs.grid, stride)):
-            if (key := tuple(split.counts().items())) not in tried:
-                tried.add(key)
-                if (seconds := mean_seconds(forecasts, split)) < best_s:
-                    best, best_s = split, seconds
-        if best == last:
-            stride //= 2
-    return best_s, best
+
+    def seconds(split: Split) -> float:
+        return mean_times(forecasts, first.arranged(split)).seconds
+
+    best = best_split(near, first.costs.grid, stride, seconds)
+    return seconds(best), first.arranged(best)
+
+
+# ---- the replicas of a role -----------------------------------------------------------------------------------------
+# waiting requests ──admit──> RolePool, one per relative speed: all its requests make one token per step ──> end
+
+Request = tuple[int, float, float]  # group, tokens, prompt
+
+
+class RolePool:
+    """Replicas of one role that are equally fast. Every request here represents `weight` requests.
+
+    Time is counted on a token clock: `clock` is the number of tokens of a request that has run from the start.
+    """
+
+    def __init__(self, speed: ReplicaSpeed, replicas: int, limit: int, weight: float, min_batch: float) -> None:
+        self.speed, self.replicas, self.limit, self.weight = speed, replicas, limit, weight
+        self.min_batch = min_batch  # requests in the batch of a replica that is not idle: siblings stay together
+        self.used = float(replicas)  # replicas that share the running requests
+        self.now_s = self.clock = self.prefill_left_s = self.start_sum = 0.0  # start_sum: of the running, on the clock
+        self.running = 0
+        self.step_s = speed.base_s
+        self.ending: list[tuple[float, int]] = []  # clock, group
+
+    def update_step_s(self) -> None:
+        """Call after the number of requests or replicas changed."""
+        if self.used:
+            batch = max(self.running * self.weight / self.used, self.min_batch)
+            self.step_s = self.speed.step_s(batch) * max(1.0, batch / self.speed.max_concurrent)
+
+    @property
+    def age(self) -> float:
+        """Mean tokens of the running requests."""
+        return self.clock - self.start_sum / self.running if self.running else 0.0
+
+    @property
+    def has_room(self) -> bool:
+        return self.running < self.replicas * self.limit / self.weight
+
+    def next_s(self) -> float:
+        """When the next request ends."""
+        if not self.ending or not self.used:
+            return math.inf
+        rest = self.ending[0][0] - self.clock
+        return self.now_s + self.prefill_left_s + (rest * self.step_s if rest > 0.0 else 0.0)
+
+    def advance(self, to: float) -> None:
+        passed, self.now_s = to - self.now_s, to
+        if self.prefill_left_s:
+            prefill_s = min(self.prefill_left_s, passed)
+            self.prefill_left_s -= prefill_s
+            passed -= prefill_s
+        if self.running and self.used:
+            self.clock += passed / self.step_s
+
+    def end(self) -> int:
+        """End the next request. Returns its group."""
+        when, group = heapq.heappop(self.ending)
+        self.clock = max(self.clock, when)
+        self.start_sum -= self.start_sum / self.running
+        self.running -= 1
+        self.update_step_s()
+        return group
+
+    def start(self, request: Request) -> None:
+        """Replicas that joined get new requests; running requests stay where they are. Then call update_step_s."""
+        group, tokens, prompt = request
+        grown = self.used * (self.running + 1) / self.running if self.running else self.replicas
+        self.used = min(self.replicas, grown)
+        self.running += 1
+        self.start_sum += self.clock
+        self.prefill_left_s += prompt * self.weight * self.speed.prefill_s_per_token / self.replicas
+        heapq.heappush(self.ending, (self.clock + tokens, group))
+
+    def resize(self, replicas: int) -> None:
+        if replicas:
+            self.prefill_left_s *= self.replicas / replicas
+        if replicas < self.replicas and replicas:  # requests of the lost replicas are prefilled again elsewhere
+            moved = self.running * self.weight * (self.replicas - replicas) / self.replicas
+            self.prefill_left_s += moved * self.age * self.speed.prefill_s_per_token / replicas
+        self.replicas = replicas
+        self.used = min(self.used, replicas) or float(replicas)
+        self.update_step_s()
+
+    def evict(self) -> Iterator[Request]:
+        """All requests, for other replicas: they continue from the tokens they have, which are prefilled again."""
+        age = self.age
+        yield from ((group, max(0.0, end - self.clock), age) for end, group in sorted(self.ending))
+        self.ending.clear()
+        self.running, self.start_sum, self.prefill_left_s = 0, 0.0, 0.0
+
+
+class RolePools:
+    """The replicas of a role: a pool for each relative speed, and the waiting requests."""
+
+    def __init__(self, pools: Sequence[RolePool], together: bool) -> None:
+        """`together`: requests of a group go to one replica."""
+        self.pools, self.together = pools, together
+        self.waiting = deque[Request]()
+        self._pool_of: dict[int, RolePool] = {}
+
+    @property
+    def replicas(self) -> int:
+        return sum(pool.replicas for pool in self.pools)
+
+    @property
+    def running(self) -> int:
+        return sum(pool.running for pool in self.pools)
+
+    @property
+    def age(self) -> float:
+        return sum(pool.age * pool.running for pool in self.pools) / max(1, self.running)
+
+    def advance(self, to: float) -> None:
+        for pool in self.pools:
+            pool.advance(to)
+
+    def admit(self) -> None:
+        """Send waiting requests to replicas below their limit, those with the fewest requests first."""
+        waiting, started = self.waiting, False
+        while waiting and (pool := self._choose(waiting[0][0])) is not None:
+            pool.start(waiting.popleft())
+            started = True
+        if started:
+            for pool in self.pools:
+                pool.update_step_s()
+
+    def _choose(self, group: int) -> RolePool | None:
+        if len(self.pools) == 1:
+            return self.pools[0] if self.pools[0].has_room else None
+        if self.together and (pool := self._pool_of.get(group)) is not None and pool.has_room:
+            return pool
+        pools = [pool for pool in self.pools if pool.has_room]
+        if not pools:
+            return None
+        self._pool_of[group] = least = min(pools, key=lambda pool: pool.running / pool.replicas)
+        return least
+
+    def resize(self, pool: RolePool, replicas: int) -> None:
+        if not replicas and self.replicas > pool.replicas:
+            self.waiting.extendleft(pool.evict())
+        pool.resize(replicas)
+        self.admit()

@@ -10,9 +10,9 @@ a fixed block. On a block, the replicas of its owner are awake; the replicas of 
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gcore.types import UserError
@@ -89,12 +89,6 @@ class Split:
     def blocks(self, role: str) -> list[int]:
         return [block for block, owner in enumerate(self.owners) if owner == role]
 
-    def counts(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for owner in self.owners:
-            found[owner] = found.get(owner, 0) + 1
-        return found
-
     def after(self, moves: Iterable[Move]) -> Split:
         owners = list(self.owners)
         for move in moves:
@@ -120,16 +114,12 @@ def split_by(grid: DeviceGrid, blocks: Mapping[str, int]) -> Split:
     return Split(tuple(role for role, count in blocks.items() for _ in range(count))).check(grid)
 
 
-def all_splits(grid: DeviceGrid) -> list[Split]:
+def all_splits(grid: DeviceGrid) -> Iterator[Split]:
     """Every split with at least one block per role; those with the fewest for the first role come first."""
     total, roles = grid.num_blocks, grid.roles
-    cuts = itertools.combinations(range(1, total), len(roles) - 1)
-    sizes = ([end - start for start, end in itertools.pairwise((0, *cut, total))] for cut in cuts)
-    return [split_by(grid, dict(zip(roles, counts, strict=True))) for counts in sizes]
-
-
-def num_splits(grid: DeviceGrid) -> int:
-    return math.comb(grid.num_blocks - 1, len(grid.roles) - 1)
+    for cut in itertools.combinations(range(1, total), len(roles) - 1):
+        counts = [end - start for start, end in itertools.pairwise((0, *cut, total))]
+        yield split_by(grid, dict(zip(roles, counts, strict=True)))
 
 
 def neighbours(split: Split, grid: DeviceGrid, stride: int) -> list[Split]:
@@ -142,17 +132,30 @@ def neighbours(split: Split, grid: DeviceGrid, stride: int) -> list[Split]:
     ]
 
 
-def shares(grid: DeviceGrid, weights: Mapping[str, float], at_least: int = 1) -> Split:
-    """Blocks in proportion to the weights (largest remainders), with `at_least` per role if there are enough."""
+def best_split(near: Split, grid: DeviceGrid, stride: int, seconds: Callable[[Split], float]) -> Split:
+    """The split that takes the fewest seconds. Local search from `near`: `stride` blocks change their role, then
+    fewer."""
+    best, cost = near, functools.cache(seconds)
+    while stride:
+        last, best = best, min((best, *neighbours(best, grid, stride)), key=cost)
+        if best == last:
+            stride //= 2
+    return best
+
+
+def shares(grid: DeviceGrid, weights: Mapping[str, float] | None = None) -> Split:
+    """Blocks in proportion to the weights (largest remainders), at least one per role if there are enough. Without
+    weights, or if all are 0: the same number for every role."""
     roles = grid.roles
-    floor = at_least if grid.num_blocks >= at_least * len(roles) else 0
-    free = grid.num_blocks - floor * len(roles)
-    if not (total := sum(weights[role] for role in roles)):
-        weights, total = dict.fromkeys(roles, 1.0), float(len(roles))
+    least = 1 if grid.num_blocks >= len(roles) else 0
+    free = grid.num_blocks - least * len(roles)
+    if weights is None or not any(weights[role] for role in roles):
+        weights = dict.fromkeys(roles, 1.0)
+    total = sum(weights[role] for role in roles)
     exact = {role: free * weights[role] / total for role in roles}
-    counts = {role: floor + int(exact[role]) for role in roles}
+    counts = {role: least + int(exact[role]) for role in roles}
     missing = grid.num_blocks - sum(counts.values())
-    by_remainder: Sequence[str] = sorted(roles, key=lambda role: int(exact[role]) - exact[role])
+    by_remainder = sorted(roles, key=lambda role: int(exact[role]) - exact[role])
     for role in by_remainder[:missing]:
         counts[role] += 1
     return split_by(grid, counts)

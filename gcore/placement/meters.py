@@ -20,6 +20,9 @@ LEAST_GROUPS = 2  # before requests per group are known
 LEAST_SAMPLES = 16  # of a block, before its relative speed is known
 SAME_SPEED = 0.2  # log: blocks that differ by less from the others count as equally fast
 CERTAINTY = 4.0  # standard errors by which a block must differ beyond that: successive measurements are correlated
+DEFAULT_SPEED = ReplicaSpeed(
+    0.02, 0.0005, prefill_s_per_token=0.0, max_concurrent=256, sleep_s=0.5, wake_s=0.5, weights_s=0.5
+)  # until measurements exist
 
 
 def quantiles(lengths: Iterable[float]) -> list[float]:
@@ -80,9 +83,10 @@ class LinearFit:
         self.n, self.x, self.y = DECAY * self.n + 1, DECAY * self.x + running, DECAY * self.y + step_s
         self.xx, self.xy = DECAY * self.xx + running * running, DECAY * self.xy + running * step_s
 
-    def fit(self, default: ReplicaSpeed) -> tuple[float, float]:
-        """Base and slope. If the batch sizes differ little, the default's ratio of base and slope is used: it counts as
-        one measurement."""
+    def fit(self) -> tuple[float, float]:
+        """Base and slope. If the batch sizes differ little, the ratio of base and slope of DEFAULT_SPEED is used: it
+        counts as one measurement."""
+        default = DEFAULT_SPEED
         if self.n < 1:
             return default.base_s, default.per_sequence_s
         mean_x, mean_y = self.x / self.n, self.y / self.n
@@ -103,11 +107,6 @@ def step_sample(before: EngineStats, now: EngineStats) -> tuple[float, float] | 
         return None
     running = (fewer + more) / 2
     return running, running * busy_s / tokens
-
-
-DEFAULT_SPEED = ReplicaSpeed(
-    0.02, 0.0005, prefill_s_per_token=0.0, max_concurrent=256, sleep_s=0.5, wake_s=0.5, weights_s=0.5
-)  # until measurements exist
 
 
 @dataclass
@@ -133,7 +132,7 @@ class SpeedMeter:
         fit = self.fits.setdefault(role, LinearFit())
         # x: log of the seconds of a step, compared with the fit and then with the other replicas
         if len(samples) > 1 and fit.n >= 1:
-            base_s, per_s = fit.fit(DEFAULT_SPEED)
+            base_s, per_s = fit.fit()
             slowness = [math.log(step_s / (base_s + per_s * running)) for _, running, step_s in samples]
             usual = statistics.median(slowness)
             for (block, _, _), x in zip(samples, slowness, strict=True):

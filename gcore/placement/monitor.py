@@ -71,7 +71,7 @@ class Monitor:
     def costs(self) -> Costs:
         speeds = {}
         for role in self._grid.roles:
-            base_s, per_s = self._speeds.fits.get(role, LinearFit()).fit(DEFAULT_SPEED)
+            base_s, per_s = self._speeds.fits.get(role, LinearFit()).fit()
             switch_s = self.switch_s.get(role, DEFAULT_SPEED.wake_s)
             speeds[role] = ReplicaSpeed(base_s, per_s, 0.0, self._max_concurrent[role], 0.0, switch_s, 0.0)
         return Costs(self._grid, speeds, self._speeds.relative())
@@ -105,9 +105,6 @@ class Monitor:
         """Seconds with a request of the replicas of a role on a block, mean, since they were started."""
         counters = [self._latest.get((role, i)) for i in self._grid.replicas(role, block)]
         return sum(c.busy_s for c in counters if c is not None) / len(counters)
-
-    def record_switch(self, target: str, seconds: float) -> None:
-        self.switch_s[target] = seconds
 
     def add(self, reports: Sequence[Report], split: Split, moving: Mapping[int, Move], since_move_s: float) -> View:
         """Add the reports of one poll."""

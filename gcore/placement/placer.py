@@ -280,7 +280,7 @@ class Placer:
             self._no_move_until[move.block] = now + RETRY_S
             self._note(f"block {move.block} stays with {move.source}: {failure}")
         else:
-            self.monitor.record_switch(move.target, now - moving.since)
+            self.monitor.switch_s[move.target] = now - moving.since
         self.timeline.move_ended(move.block, now, failure)
 
     async def _switch(self, moving: _MoveInProgress) -> None:

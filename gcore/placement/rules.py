@@ -129,20 +129,21 @@ def with_needed(
 
 
 class Rule(Protocol):
-    """A placement rule, in runs and in the simulator: MovingRule (below), DynamicRule (guard.py), and baselines.py."""
+    """A placement rule, in runs and in the simulator: MovingRule (below), DynamicRule (guard.py), and baselines.py. By
+    default the split stays."""
 
     def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
         """The split of the next rollout. `last`: the one before. `took_s`: seconds of the last rollout, the same on all
         controllers; None: no rollout since the last call."""
-        ...
+        return last
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         """The moves that begin now, at a poll during the rollout."""
-        ...
+        return []
 
 
 @dataclass(frozen=True, slots=True)
-class MovingRule:
+class MovingRule(Rule):
     """Moves blocks one by one to the role that brings the end nearest, while it pays."""
 
     margin: float = 0.01  # share of the remaining time that moves must win beyond their cost

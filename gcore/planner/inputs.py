@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.cost.backends import Work
-from gcore.cost.costs import MEMORY_FRACTION
 from gcore.cost.shapes import Shape
 from gcore.cost.training_memory import Offload
 from gcore.placement.grid import POLICY
@@ -77,10 +76,6 @@ class Workload:
             )
         return self.images * shape.cost.of_medium("image", self.image_pixels)
 
-    def prefill(self, shape: Shape) -> float:
-        """Work of an engine for one prompt, in tokens."""
-        return self.prompt_length + self.tower_tokens(shape)
-
     def training_work(self, shape: Shape) -> float:
         """In tokens. Siblings that train on one rank share their images; here, none do."""
         return self.trained_tokens + self.prompts * self.samples * self.tower_tokens(shape)
@@ -121,7 +116,7 @@ class Workload:
             needed=needed,
             lengths=quantiles(self.responses.ravel().tolist()),
             longest=[max(call) for call in calls],
-            prompt=self.prefill(shape) / self.samples,
+            prompt=(self.prompt_length + self.tower_tokens(shape)) / self.samples,
         )
         judge = Load(
             needed=needed * self.repeats,
@@ -169,7 +164,6 @@ class Constraints:
     offload: Offload | Literal["auto"] = "auto"
     kl: bool = False  # the trainer has a KL reference
     critic: bool = False  # and a critic of the size of the policy
-    memory_fraction: float = MEMORY_FRACTION
     swap_s: float | None = None
     price: float | None = None
 

@@ -25,8 +25,7 @@ from gcore.placement.grid import POLICY
 from gcore.planner.inputs import WIDTHS, at_least_one
 from gcore.planner.inputs import Constraints as Constraints
 from gcore.planner.inputs import Workload as Workload
-from gcore.planner.rollouts import Rollouts
-from gcore.planner.steps import Case, Estimate, Mode, colocated, estimate
+from gcore.planner.steps import Case, Estimate, Mode, Rollouts, colocated, estimate
 
 MIN_SEQUENCES = 32  # at the mean context; with a smaller KV cache a replica is too slow
 WIDTHS_TRIED = 2  # per role: the smallest width that fits, and the next
@@ -162,14 +161,12 @@ def memory_by_width(
 ) -> list[PlanResult]:
     """Plans for every tensor parallel size of the trainer, and for micro-batches as given and twice as large. Each has
     the least off-load that fits, as a run with `training.offload: auto`."""
-    results = []
+    results, inputs = [], _Inputs(model, tuple(judges), gpus, gpu, workload, constraints)
     wide = [tp for tp in WIDTHS if gpus % tp == 0 and tp <= gpu.per_node and model.heads % tp == 0]
     for tp, factor in itertools.product(wide, (1, 2)):
-        row = -(-workload.longest // constraints.trainer_context)
-        tokens = factor * max(constraints.max_tokens_per_gpu, row)
+        tokens = factor * max(constraints.max_tokens_per_gpu, inputs.longest_row)
         limits = replace(constraints, trainer_tp=tp, max_tokens_per_gpu=tokens, shrink=False, modes=("colocated",))
-        levels = OFFLOADS if limits.offload == "auto" else (limits.offload,)
-        for level in levels:
+        for level in inputs.levels:
             result = plan(model, judges, gpus, gpu, workload, replace(limits, offload=level))
             if not result.problems:
                 break
@@ -202,7 +199,7 @@ class _Inputs:
     @property
     def usable(self) -> float:
         """GB of a GPU."""
-        return self.gpu.memory_gb * self.constraints.memory_fraction
+        return self.gpu.memory_gb * costs.MEMORY_FRACTION
 
     @property
     def levels(self) -> tuple[Offload, ...]:

@@ -84,7 +84,7 @@ def show_backends(shape: Shape, gpu: Gpu, fastest: Sequence[Sequence[Layout]]) -
     for layout in (layout for ways in fastest for layout in ways):
         ways, fits = layout.topology, layout.total <= COMFORTABLE * gpu.memory_gb * GB
         layouts.add_row(
-            *(str(layout.gpus), layout.backend, str(ways.tensor), str(ways.pipeline), str(ways.expert)),
+            *(str(ways.ranks), layout.backend, str(ways.tensor), str(ways.pipeline), str(ways.expert)),
             *(str(ways.data_parallel), "yes" if layout.checkpointing else "no"),
             *(_gb(layout.parts[name]) for name in BACKEND_PARTS),
             *(f"{layout.total / GB:.1f}", "yes" if fits else "no"),

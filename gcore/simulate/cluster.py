@@ -145,8 +145,6 @@ class Simulation:
         self.controllers = [SimulatedController(cursor, len(state.cursors)) for cursor in state.cursors]
         self.clock = Clock()
         loads = expected_view(scenario, state).loads
-        repeats = {POLICY: 1} | {judge.name: judge.repeats for judge in scenario.judges}
-        longest = {POLICY: scenario.responses.longest} | {j.name: j.verdict.longest for j in scenario.judges}
         self.fleets = {
             role: Fleet(
                 role,
@@ -155,15 +153,13 @@ class Simulation:
                 loads[role],
                 self.clock,
                 self._stage_ended,
-                longest_allowed=longest[role],
                 controllers=len(state.cursors),
-                repeats=repeats[role],
-                relative=partial(scenario.replica_speed, role) if scenario.device_speed else None,
+                relative=partial(scenario.replica_speed, role),
             )
             for role in self.grid.roles
         }
         self.policy = self.fleets[POLICY]
-        self.judges = [self.fleets[judge.name] for judge in scenario.judges]
+        self.longest_response = scenario.responses.longest
         self.kept = self.dropped = self.running = self.judging = 0  # groups
         self._wanted = 0  # groups in progress per controller after the last fill
         self.split = split.check(self.grid)
@@ -214,22 +210,22 @@ class Simulation:
         prompt = self.scenario.prompt_length
         jobs = [DeviceJob(tokens, 0) for tokens in draw.tokens]
         jobs[0].prompt = prompt  # siblings share the prefix: it is prefilled once
-        work = len(jobs) * (prompt + self.policy.longest_allowed)
-        self.policy.send(Call(SimulatedGroup(number, draw, len(jobs)), jobs, work, len(jobs), len(jobs)))
+        work = len(jobs) * (prompt + self.longest_response)
+        self.policy.send(Call(SimulatedGroup(number, draw, len(jobs)), jobs, work))
 
     def _judge(self, group: SimulatedGroup) -> None:
         draw: Draw = group.draw
-        judges = [judge for judge in self.judges if judge.name in draw.verdicts]
+        judges = [judge for judge in self.scenario.judges if judge.name in draw.verdicts]
         group.unfinished = sum(judge.repeats for judge in judges) * len(draw.tokens)
         prompt = self.scenario.prompt_length
         for judge in judges:
+            fleet = self.fleets[judge.name]
             for response, repeats in zip(draw.tokens, draw.verdicts[judge.name], strict=True):
                 # once; its other verdicts find it in the prefix cache
                 prefill = prompt + round(self.scenario.read_by_judges(response))
                 for i, tokens in enumerate(repeats):
-                    judge.send(
-                        Call(group, [DeviceJob(tokens, 0 if i else prefill)], prefill + judge.longest_allowed, 1, 1)
-                    )
+                    jobs = [DeviceJob(tokens, 0 if i else prefill)]
+                    fleet.send(Call(group, jobs, prefill + judge.verdict.longest))
 
     def _stage_ended(self, fleet: Fleet, group: SimulatedGroup) -> None:
         self.clock.at(self.clock.now + self.scenario.rpc_s, self._next_stage, (fleet, group))
@@ -289,7 +285,7 @@ class Simulation:
         samples, counts = self.scenario.samples, self.counts()
         work: dict[int, float] = {}
         loads = {role: self._load(fleet, work) for role, fleet in self.fleets.items()}
-        per_group = {role: counts.per_group(role, samples * fleet.repeats) for role, fleet in self.fleets.items()}
+        per_group = {j.name: counts.per_group(j.name, samples * j.repeats) for j in self.scenario.judges}
         per_group[POLICY] = samples
         loads = with_needed(loads, groups, self.running - self.judging, self.judging, per_group)
         since_s = self.clock.now - self._last_move

@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gcore.cost.replica_speed import ReplicaSpeed
@@ -33,15 +32,16 @@ class SimulatedGroup:
         self.number, self.draw, self.unfinished = number, draw, unfinished
 
 
-@dataclass(slots=True, eq=False)
 class Call:
     """Requests that are routed together: the siblings of a group, or one response to a judge."""
 
-    group: SimulatedGroup
-    jobs: Sequence[DeviceJob]  # empty once a replica has them: they refer to their call, and cycles are slow to free
-    work: int  # tokens, as pools report them to the router: prompt and maximum response length
-    size: int  # jobs that were sent
-    unfinished: int
+    __slots__ = ("group", "jobs", "size", "unfinished", "work")
+
+    def __init__(self, group: SimulatedGroup, jobs: Sequence[DeviceJob], work: int) -> None:
+        self.group = group
+        self.jobs = jobs  # empty once a replica has them: they refer to their call, and cycles are slow to free
+        self.work = work  # tokens, as pools report them to the router: prompt and maximum response length
+        self.size = self.unfinished = len(jobs)
 
 
 class Replica(Device):
@@ -98,19 +98,14 @@ class Fleet:
         load: Load,
         clock: Clock,
         ended: Callable[[Fleet, SimulatedGroup], None],
-        *,
-        longest_allowed: int,
-        controllers: int = 1,
-        repeats: int = 1,
-        relative: Callable[[int], float] | None = None,
+        controllers: int,
+        relative: Callable[[int], float],
     ) -> None:
-        """`load`: expected before the rollout. `relative`: the relative speed of a replica, by number; None: all are
-        equal."""
-        self.name, self.load, self.clock, self.repeats = name, load, clock, repeats
-        self.longest_allowed = longest_allowed
+        """`load`: expected before the rollout. `relative`: the relative speed of a replica, by number."""
+        self.name, self.load, self.clock = name, load, clock
         self.per_block = grid.per_block(name)
         count = grid.num_blocks * self.per_block
-        self.devices = [Replica(speed if relative is None else speed.scaled(relative(i)), i) for i in range(count)]
+        self.devices = [Replica(speed.scaled(relative(i)), i) for i in range(count)]
         self.by_block = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]
         num_queues = min(controllers, MAX_QUEUES)
         if name == POLICY:
@@ -122,7 +117,6 @@ class Fleet:
         self.blocks: list[int] = []  # that the role owns, sorted
         self.ended_lengths: list[int] = []  # of requests
         self.ended_calls: list[tuple[int, ...]] = []  # lengths of siblings
-        self.in_progress = 0  # requests, queued or at a replica
         self.queued = 0  # requests that no replica has yet
         self.ended = ended
 
@@ -138,7 +132,6 @@ class Fleet:
             queue.router.close(*numbers)
 
     def send(self, call: Call) -> None:
-        self.in_progress += call.size
         queue = self._queue_of(call)
         if queue.calls or not self._place(call, queue):
             self.clock.order += 1
@@ -178,8 +171,7 @@ class Fleet:
                 made = replica.remove(job)
                 prefill = (job.prompt or prompt_length) + made if made else job.prompt
                 rest.append(DeviceJob(job.tokens - made, prefill, before=job.before + made))
-            self.in_progress -= len(rest)
-            self.send(Call(call.group, rest, call.work, len(rest), len(rest)))
+            self.send(Call(call.group, rest, call.work))
         replica.prefill_until = replica.at
 
     def wasted(self) -> int:
@@ -223,7 +215,6 @@ class Fleet:
     def _end(self, replica: Replica, job: DeviceJob) -> None:
         call: Call = job.tag
         self.ended_lengths.append(job.tokens + job.before)
-        self.in_progress -= 1
         call.unfinished -= 1
         if not call.unfinished:
             queue = self._queue_of(call)

@@ -24,17 +24,23 @@ from gcore.placement.baselines import (
     StaticRule,
     UtilisationRule,
 )
-from gcore.placement.grid import POLICY, DeviceGrid, Split, all_splits, shares, split_by
+from gcore.placement.grid import DeviceGrid, Split, all_splits, shares, split_by
 from gcore.placement.guard import DynamicRule
 from gcore.placement.rules import MovingRule, Rule
 from gcore.simulate.cluster import SimulatedRollout, Simulation, expected_view, first_state, measured_costs
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
 
-NAMES = (
-    *("dynamic", "unguarded", "colocated", "colocated-early", "early-swap", "static:N", "proportional", "paper"),
-    "oracle",
-)
+RULES: Mapping[str, Callable[[], Rule]] = {
+    "dynamic": DynamicRule,
+    "unguarded": MovingRule,
+    "colocated": ColocatedRule,
+    "colocated-early": ColocatedEarlyRule,
+    "early-swap": EarlySwapRule,
+    "proportional": ProportionalRule,
+    "paper": UtilisationRule,
+}
+NAMES = (*RULES, "static:N", "oracle")
 ORACLE_SPLITS = 16  # static splits that the oracle tries, in addition to the dynamic rule
 
 
@@ -93,17 +99,8 @@ class SimulatedRun:
 
 def rule_of(name: str, scenario: Scenario) -> Rule:
     """A rule by its name: one of NAMES."""
-    rules: dict[str, Callable[[], Rule]] = {
-        "dynamic": DynamicRule,
-        "unguarded": MovingRule,
-        "colocated": ColocatedRule,
-        "colocated-early": ColocatedEarlyRule,
-        "early-swap": EarlySwapRule,
-        "proportional": ProportionalRule,
-        "paper": UtilisationRule,
-    }
-    if name in rules:
-        return rules[name]()
+    if name in RULES:
+        return RULES[name]()
     if name.startswith("static:"):
         return StaticRule(static_split(name, scenario))
     raise UserError(f"--rule {name}: not a placement rule; expected one of {', '.join(NAMES)}")
@@ -116,29 +113,19 @@ def static_name(split: Split, grid: DeviceGrid) -> str:
 
 
 def static_split(name: str, scenario: Scenario) -> Split:
-    return split_by(scenario.grid, _blocks(name, scenario))
-
-
-def _blocks(name: str, scenario: Scenario) -> dict[str, int]:
-    """Blocks per role. static:N: the judges share the rest evenly. static:N-M-...: one number per role."""
-    total, roles = scenario.grid.num_blocks, scenario.grid.roles
-    most = total - len(scenario.judges)
-    given = name.partition(":")[2].split("-")
-    numbers = [int(part) for part in given if part.isdigit()]
-    if len(numbers) == len(given) == 1 and 1 <= numbers[0] <= most:
-        return {POLICY: numbers[0], **_rest(scenario, total - numbers[0])}
-    if len(numbers) == len(given) == len(roles) and min(numbers) >= 1 and sum(numbers) == total:
-        return dict(zip(roles, numbers, strict=True))
-    raise UserError(
-        f"--rule {name}: expected static:N with N blocks for the policy, from 1 to {most}, or the blocks of each of "
-        f"{', '.join(roles)}, separated by dashes, {total} in all"
-    )
-
-
-def _rest(scenario: Scenario, blocks: int) -> dict[str, int]:
-    """The judges' blocks, shared evenly."""
-    names = [judge.name for judge in scenario.judges]
-    return {name: blocks // len(names) + (i < blocks % len(names)) for i, name in enumerate(names)}
+    """static:N: N blocks for the policy, the judges share the rest evenly. static:N-M-...: the blocks of each role."""
+    grid, judges = scenario.grid, len(scenario.judges)
+    parts = name.partition(":")[2].split("-")
+    blocks = [int(part) for part in parts] if all(part.isdigit() for part in parts) else []
+    if len(blocks) == 1:
+        rest = grid.num_blocks - blocks[0]
+        blocks += [rest // judges + (i < rest % judges) for i in range(judges)]
+    if len(blocks) != len(grid.roles) or min(blocks) < 1 or sum(blocks) != grid.num_blocks:
+        raise UserError(
+            f"--rule {name}: expected static:N with N blocks for the policy, from 1 to {grid.num_blocks - judges}, or "
+            f"the blocks of each of {', '.join(grid.roles)}, separated by dashes, {grid.num_blocks} in all"
+        )
+    return split_by(grid, dict(zip(grid.roles, blocks, strict=True)))
 
 
 def simulate(
@@ -148,10 +135,23 @@ def simulate(
     keep_timeline: Iterable[int] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> SimulatedRun:
-    """All steps under one rule. `keep_timeline`: steps whose slots are recorded in full."""
+    """All steps under one rule; under several, each step continues from the fastest. `keep_timeline`: steps whose slots
+    are recorded in full."""
     rules = _oracle(scenario) if name == "oracle" else [rule_of(name, scenario)]
+    run, at, in_full = SimulatedRun(scenario, name), 0.0, set(keep_timeline)
+    state, split, took_s = first_state(scenario), shares(scenario.grid), None
     with _rare_garbage_collection():
-        return _steps(scenario, name, rules, set(keep_timeline), report)
+        for step in range(1, scenario.steps + 1):
+            work, costs = StepWork(scenario, step), measured_costs(scenario, step, state)
+            view = expected_view(scenario, state)
+            tried = [Simulation(work, rule.begin(view, costs, split, took_s), rule, state).run() for rule in rules]
+            rollout = min(tried, key=lambda rollout: rollout.seconds)
+            update_s = scenario.update(step, rollout.lengths)
+            _record(run, at, rollout, update_s, work, step in in_full)
+            at += rollout.seconds + update_s
+            state, split, took_s = rollout.state, rollout.split, rollout.seconds
+            report(f"{name}: step {step}/{scenario.steps}")
+    return run
 
 
 @contextmanager
@@ -165,32 +165,9 @@ def _rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _steps(
-    scenario: Scenario, name: str, rules: list[Rule], kept: set[int], report: Callable[[str], None]
-) -> SimulatedRun:
-    """Simulates each step under every given rule and continues from the fastest."""
-    run, at = SimulatedRun(scenario, name), 0.0
-    state, split, took_s = first_state(scenario), evenly(scenario.grid), None
-    for step in range(1, scenario.steps + 1):
-        work, costs = StepWork(scenario, step), measured_costs(scenario, step, state)
-        view = expected_view(scenario, state)
-        tried = [Simulation(work, rule.begin(view, costs, split, took_s), rule, state).run() for rule in rules]
-        rollout = min(tried, key=lambda each: each.seconds)
-        update_s = scenario.update(step, rollout.lengths)
-        _record(run, at, rollout, update_s, work, step in kept)
-        at += rollout.seconds + update_s
-        state, split, took_s = rollout.state, rollout.split, rollout.seconds
-        report(f"{name}: step {step}/{scenario.steps}")
-    return run
-
-
-def evenly(grid: DeviceGrid) -> Split:
-    return shares(grid, dict.fromkeys(grid.roles, 1.0))
-
-
 def _oracle(scenario: Scenario) -> list[Rule]:
     """The rules that the oracle tries. In each step it uses the fastest, as if it knew all lengths in advance."""
-    splits = all_splits(scenario.grid)
+    splits = list(all_splits(scenario.grid))
     rules: list[Rule] = [MovingRule(), ColocatedRule()]
     for split in splits[:: max(1, len(splits) // ORACLE_SPLITS)]:
         rules += [StaticRule(split), StartingAtRule(split, MovingRule())]

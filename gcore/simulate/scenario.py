@@ -228,10 +228,6 @@ class Scenario(Section):
             return self.lengths
         return Lengths(start=self.denoiser.steps, sigma=0.0, longest=self.denoiser.steps)
 
-    @property
-    def policy_model(self) -> str:
-        return self.policy.model if self.denoiser is None else self.denoiser.model
-
     def read_by_judges(self, response: float) -> float:
         """Tokens of a response of `response` steps in the prompt of a judge."""
         if self.denoiser is None:
@@ -241,14 +237,7 @@ class Scenario(Section):
     def _denoising(self, spec: SimulatedDenoiser) -> tuple[DenoiserShape, Gpu, DenoisingWork]:
         """Shape, GPU and work of a step of the denoiser."""
         work = DenoisingWork(
-            self.prompts,
-            self.samples,
-            spec.steps,
-            spec.steps - 1 if spec.trained is None else spec.trained,
-            height=spec.pixels,
-            width=spec.pixels,
-            guidance=spec.guidance,
-            batch=spec.batch,
+            *(self.prompts, self.samples, spec.steps, spec.trained, spec.pixels, spec.guidance), batch=spec.batch
         )
         return denoiser_of(spec.model, "denoiser.model"), gpu_of(self.gpu), work
 
@@ -263,7 +252,7 @@ class Scenario(Section):
             return self.update_s
         if self.denoiser is not None:
             denoiser, gpu, work = self._denoising(self.denoiser)
-            passes = denoisers.update_s(denoiser, gpu, self.slots, work)
+            passes = sum(denoisers.training_times(denoiser, gpu, self.slots, work).values())
         else:
             shape, gpu = shape_of(self.policy.model), gpu_of(self.gpu)
             tokens = sum(lengths) + len(lengths) * self.prompt_length
@@ -278,7 +267,8 @@ class Scenario(Section):
     def _speed(self, server: Server, context: float) -> ReplicaSpeed:
         if server.speed is not None:
             return ReplicaSpeed(**server.speed.model_dump())
-        speed = serving(server.model, self.gpu, server.tensor_parallel, context, is_policy=server is self.policy)
+        shape, gpu = shape_of(server.model), gpu_of(self.gpu)
+        speed = serving(shape, gpu, server.tensor_parallel, context, is_policy=server is self.policy)
         return speed.with_swap(self.swap_s)
 
 
@@ -317,19 +307,18 @@ class StepWork:
         self.verdict_means = {j.name: j.verdict.at(progress, jitter[2], step) for j in scenario.judges}
         judged = [((scenario.samples, judge.repeats), judge.verdict.shared) for judge in scenario.judges]
         self._shapes = (((scenario.samples,), spec.shared), *judged)
-        self._needed = tuple(judge.prompts for judge in scenario.judges)
+        self._judged = tuple(judge.prompts for judge in scenario.judges)
 
     def __getitem__(self, number: int) -> Draw:
         scenario = self.scenario
-        (own, *others), acceptance_draws = _noise(scenario.seed, number // CHUNK, self._shapes)
-        needed = _needed(scenario.seed, number // CHUNK, self._needed)
-        i = number % CHUNK
-        tokens, verdicts = _lengths(scenario.responses, self.mean, own[i].tolist()), {}
-        for judge, normal, is_needed in zip(scenario.judges, others, needed, strict=True):
+        chunk, i = divmod(number, CHUNK)
+        (of_responses, *of_verdicts), uniform, needed = _noise(scenario.seed, chunk, self._shapes, self._judged)
+        tokens, verdicts = _lengths(scenario.responses, self.mean, of_responses[i].tolist()), {}
+        for judge, normal, is_needed in zip(scenario.judges, of_verdicts, needed, strict=True):
             if is_needed[i]:
                 flat = _lengths(judge.verdict, self.verdict_means[judge.name], normal[i].ravel().tolist())
                 verdicts[judge.name] = [flat[k : k + judge.repeats] for k in range(0, len(flat), judge.repeats)]
-        return Draw(tokens, verdicts, acceptance_draws[i] < self.acceptance)
+        return Draw(tokens, verdicts, uniform[i] < self.acceptance)
 
 
 def _lengths(spec: Lengths, mean: float, normal: list[float]) -> list[int]:
@@ -369,17 +358,15 @@ CHUNK = 32  # prompts whose noise is drawn together
 
 
 @lru_cache(maxsize=8192)  # large: after 1,000 steps the controllers are at different chunks, and each needs all of them
-def _noise(seed: int, chunk: int, shapes: tuple[_Shape, ...]) -> tuple[list[_Floats], list[float]]:
-    """Per prompt, the same in all steps: normal deviates of lengths, uniform draws of acceptance."""
+def _noise(
+    seed: int, chunk: int, shapes: tuple[_Shape, ...], judged: tuple[float, ...]
+) -> tuple[list[_Floats], list[float], list[list[bool]]]:
+    """Per prompt, the same in all steps: normal deviates of lengths, uniform draws of acceptance, and by judge whether
+    it judges the prompt. `judged`: the shares of prompts that they judge."""
     rng, normals = np.random.default_rng([seed, 1, chunk]), list[_Floats]()
     for shape, shared in shapes:
         own, common = rng.standard_normal((CHUNK, *shape)), rng.standard_normal((CHUNK, *([1] * len(shape))))
         normals.append(math.sqrt(shared) * common + math.sqrt(1 - shared) * own)
-    return normals, rng.random(CHUNK).tolist()
-
-
-@lru_cache(maxsize=8192)
-def _needed(seed: int, chunk: int, shares: tuple[float, ...]) -> list[list[bool]]:
-    """Per judge, which prompts it judges: the same in all steps."""
-    draws = np.random.default_rng([seed, 2, chunk]).random((len(shares), CHUNK))
-    return [(draw < share).tolist() for draw, share in zip(draws, shares, strict=True)]
+    draws = np.random.default_rng([seed, 2, chunk]).random((len(judged), CHUNK))
+    needed = [(draw < share).tolist() for draw, share in zip(draws, judged, strict=True)]
+    return normals, rng.random(CHUNK).tolist(), needed

@@ -5,13 +5,15 @@ scenario + names ──compare──> {"dynamic": SimulatedRun, "colocated": Sim
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from gcore.observe.tables import console, table
 from gcore.observe.values import duration
-from gcore.placement.grid import Split, all_splits, neighbours, num_splits, shares
+from gcore.placement.grid import Split, all_splits, best_split, shares
 from gcore.simulate.run import SimulatedRun, rule_of, simulate, static_name, static_split
 from gcore.simulate.scenario import Scenario
 
@@ -69,31 +71,26 @@ def best_static(scenario: Scenario, near: str | None = None, report: Report = la
     `near`: name of the best split of a similar scenario; the search then starts there with a small stride.
     """
     grid = scenario.grid
-    tried: dict[str, SimulatedRun] = {}
 
-    def best(splits: Iterable[Split]) -> Split:
-        names = {static_name(split, grid): split for split in splits}
-        for name in names:
-            if name not in tried:
-                tried[name] = simulate(scenario, name, report=report)
-        return names[min(names, key=lambda name: tried[name].rollout_s)]
+    @functools.cache
+    def run(split: Split) -> SimulatedRun:
+        return simulate(scenario, static_name(split, grid), report=report)
 
-    if near is None and num_splits(grid) <= ALL:
-        found = best(all_splits(grid))
-    else:
-        found = shares(grid, dict.fromkeys(grid.roles, 1.0)) if near is None else static_split(near, scenario)
-        stride = max(1, grid.num_blocks // (4 if near is None else 12))
-        while stride:
-            last = found
-            found = best([found, *neighbours(found, grid, stride)])
-            if found == last:
-                stride //= 2
-    return tried[static_name(found, grid)]
+    def seconds(split: Split) -> float:
+        return run(split).rollout_s
+
+    every = list(itertools.islice(all_splits(grid), ALL + 1))
+    if near is None and len(every) <= ALL:
+        return run(min(every, key=seconds))
+    start = shares(grid) if near is None else static_split(near, scenario)
+    stride = max(1, grid.num_blocks // (4 if near is None else 12))
+    return run(best_split(start, grid, stride, seconds))
 
 
 def show(scenario: Scenario, runs: Mapping[str, SimulatedRun]) -> None:
     roles = " · ".join(f"{judge.name} {judge.model} x tp {judge.tensor_parallel}" for judge in scenario.judges)
-    title = f"{scenario.name}: {scenario.slots} x {scenario.gpu} · policy {scenario.policy_model} · {roles}"
+    policy = scenario.denoiser or scenario.policy
+    title = f"{scenario.name}: {scenario.slots} x {scenario.gpu} · policy {policy.model} · {roles}"
     steps = f"{scenario.steps} steps of {scenario.prompts} x {scenario.samples} responses"
     rules = table(f"{title}\n{steps}", ("rule", *COLUMNS), text=("rule",))
     base = runs.get("dynamic")

@@ -87,16 +87,16 @@ def test_parameters_and_flops_are_those_of_the_network(name, make):
         network(**inputs, return_dict=False)
     shape = DENOISERS[name]
     assert shape.parameters == pytest.approx(sum(p.numel() for p in network.parameters()), rel=0.02)
-    assert shape.pass_flops(512, 512) == pytest.approx(counter.get_total_flops(), rel=0.04)
+    assert shape.pass_flops(512) == pytest.approx(counter.get_total_flops(), rel=0.04)
     size = sum(tensor.nbytes for tensor in kept.values())
-    assert shape.pass_bytes(512, 512, checkpointing=False) == pytest.approx(size, rel=0.1)
+    assert shape.pass_bytes(512, checkpointing=False) == pytest.approx(size, rel=0.1)
 
 
 def test_a_step_costs_its_passes():
     gpu, shape = gpu_of("h200"), DENOISERS["sd3.5-medium"]
     work = DenoisingWork(prompts=8, samples=8, steps=20, trained=19, guidance=False, checkpointing=False)
     one, few = (plan_denoiser(shape, gpu, 1, w) for w in (work, DenoisingWork(trained=4, guidance=False)))
-    passes = 64 * shape.pass_flops(512, 512)
+    passes = 64 * shape.pass_flops(512)
     assert one.seconds["training"] > 3 * 19 * passes / (gpu.tflops * 1e12)
     assert few.seconds["training"] < 0.4 * one.seconds["training"]
     assert few.seconds["generation"] == one.seconds["generation"] > 20 * passes / (gpu.tflops * 1e12)
@@ -133,7 +133,7 @@ def test_memory_by_part():
 def test_a_denoising_step_is_its_passes(name, passes):
     gpu, shape, work = gpu_of("h200"), DENOISERS[name], DenoisingWork()
     rate = gpu.tflops * 1e12 * REACH.prefill
-    assert denoising_step_s(shape, gpu, work) == pytest.approx(passes * shape.pass_flops(512, 512) / rate)
+    assert denoising_step_s(shape, gpu, work) == pytest.approx(passes * shape.pass_flops(512) / rate)
     speed = replica_speed(shape, gpu, work)
     pictures = 16 * (speed.per_sequence_s * work.steps)
     assert pictures == pytest.approx(16 * (20 * denoising_step_s(shape, gpu, work) + vae_s(shape, gpu, work)))

@@ -65,7 +65,6 @@ def test_it_takes_a_third_of_its_time_to_prepare_and_the_whole_to_update():
         assert now() == pytest.approx(0.6)  # 60 x 0.03 / 3
         stats = await trainer.update(batch)
         assert now() == pytest.approx(2.4)
-        assert trainer.busy_s == pytest.approx(2.4)
         assert stats.metrics["rollout/importance_mean"] == Metric(50.0, 50.0)
         assert stats.metrics["actor/loss"].value == 0.0
         assert (stats.updates, stats.lr, stats.skipped) == (2, 1.0, 0)

@@ -51,7 +51,8 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "workflows": ("config", "content", "generation", "prompts.answers", "protocols"),
     # what is emulated and simulated is the code of a run
     "emulate": (
-        *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.spec", "hub", "protocols"),
+        *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.noise", "generation.spec", "hub"),
+        "protocols",
     ),
     "simulate": ("config", "cost", "emulate.device", "generation.routing", "observe", "placement", "protocols"),
     "planner": ("cost", "observe", "placement"),

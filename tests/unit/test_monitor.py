@@ -384,7 +384,7 @@ def test_a_restored_monitor_expects_the_same():
     monitor = make()
     feed(monitor, Engine(), [4, 8, 16])
     rollout(monitor, 8, each=4, verdicts=12)
-    monitor.record_switch("judge", 1.5)
+    monitor.switch_s["judge"] = 1.5
     found = make()
     assert found.costs != monitor.costs
     found.restore({"lengths": {}, "longest": {}, "fits": {}, "ended_before": {}, "decided_before": 0, "switch_s": {}})

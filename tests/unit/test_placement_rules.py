@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -40,7 +41,7 @@ def costs(blocks=8, widths=(1, 1), speeds=None, roles=(POLICY, JUDGE)):
 
 
 def owners(split, moves):
-    return split.after(moves).counts()
+    return Counter(split.after(moves).owners)
 
 
 # ---- formulas -----------------------------------------------------------------------------------------------------
@@ -256,8 +257,8 @@ def test_judges_wait_for_fuller_batches():
     soon = View({POLICY: Load(running=40, needed=40, age=990, lengths=(1000,)), JUDGE: judge})
     late = View({POLICY: Load(running=40, needed=40, lengths=(100_000,)), JUDGE: judge})
     least, most = MovingRule().fill
-    assert MovingRule()._required_fill(JUDGE, EndEstimate(soon, costs(speeds=speeds)), split.counts()) == least
-    assert MovingRule()._required_fill(JUDGE, EndEstimate(late, costs(speeds=speeds)), split.counts()) == most
+    assert MovingRule()._required_fill(JUDGE, EndEstimate(soon, costs(speeds=speeds)), Counter(split.owners)) == least
+    assert MovingRule()._required_fill(JUDGE, EndEstimate(late, costs(speeds=speeds)), Counter(split.owners)) == most
     assert MovingRule()(split, soon, costs(speeds=speeds)) != []
     assert MovingRule()(split, late, costs(speeds=speeds)) == []
 
@@ -332,17 +333,17 @@ def test_begin():
     """If a move is quick compared with the wait for the first response, one judge is enough; else the best split."""
     view = View({POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(1000,))})
     cheap = {role: replace(SPEED, sleep_s=0.0, wake_s=0.001) for role in (POLICY, JUDGE)}
-    assert MovingRule().begin(view, costs(speeds=cheap)).counts() == {POLICY: 7, JUDGE: 1}
+    assert Counter(MovingRule().begin(view, costs(speeds=cheap)).owners) == {POLICY: 7, JUDGE: 1}
     slow = {role: replace(SPEED, wake_s=1000.0) for role in (POLICY, JUDGE)}
     known = costs(speeds=slow)
-    found = MovingRule().begin(view, known).counts()
+    found = Counter(MovingRule().begin(view, known).owners)
     ends = {n: end_s(view, known, {POLICY: n, JUDGE: 8 - n}) for n in range(1, 8)}
     assert ends[found[POLICY]] == min(ends.values()) and found[POLICY] < 7
     assert MovingRule().begin(view, costs(blocks=1)) == Split((POLICY,))
     few = 8 - found[POLICY]
     wait_s = generated_s(view.loads[POLICY], SPEED, 8, 0.1)
     half = {role: replace(SPEED, sleep_s=0.0, wake_s=wait_s / 8) for role in (POLICY, JUDGE)}  # patience is 4
-    assert MovingRule().begin(view, costs(speeds=half)).counts()[JUDGE] == 1 + (few - 1) // 2, "half of the path"
+    assert Counter(MovingRule().begin(view, costs(speeds=half)).owners)[JUDGE] == 1 + (few - 1) // 2, "half of the path"
 
 
 # ---- baselines ----------------------------------------------------------------------------------------------------

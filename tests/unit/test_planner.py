@@ -15,11 +15,11 @@ from gcore.cost import costs
 from gcore.cost.costs import ENGINE, GPUS, SHAPES
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY
+from gcore.placement.guard import COLOCATED, STATIC
 from gcore.placement.rules import Load, View
 from gcore.planner.inputs import Constraints, Workload, drawn_lengths, modes_of
 from gcore.planner.plan import MIN_SEQUENCES, plan
-from gcore.planner.rollouts import Rollouts
-from gcore.planner.steps import MODES, Case, estimate, training_layouts
+from gcore.planner.steps import MODES, Case, Rollouts, estimate, training_layouts
 from gcore.types import UserError
 
 H100 = GPUS["h100"]
@@ -105,7 +105,9 @@ def test_rejections_cost_more_and_rounds_of_colocation_pay_swaps():
     for mode in MODES:
         assert estimate(mode, hard).step_s > estimate(mode, easy).step_s, mode
     some = case(swap_s=0.5, acceptance=0.4)
-    turns = some.rollouts.colocated(8).turns  # into judging in every round, and back in every round but the last
+    turns = some.rollouts.under(
+        COLOCATED, 8
+    ).times.turns  # into judging in every round, and back in every round but the last
     found = estimate("colocated", some)
     assert found.notes == (f"{round((turns + 1) / 2)} rounds of generating and judging",) and turns >= 2
     assert found.stages["swaps"] == pytest.approx(turns * 0.5 + ENGINE.sleep_s)
@@ -174,7 +176,7 @@ def test_disaggregated_training_runs_in_parallel():
     every = []
     for trainer in (8, 16, 24):
         updates = [sum(stages.values()) for _, stages in training_layouts(now, trainer)]
-        every += [max(now.rollouts.static(32 - trainer).seconds, min(updates))] if updates else []
+        every += [max(now.rollouts.under(STATIC, 32 - trainer).times.seconds, min(updates))] if updates else []
     assert found.step_s == pytest.approx(min(every) + found.stages["weights"])
 
 

@@ -13,12 +13,12 @@ import pytest
 from gcore.cli import main
 from gcore.observe.page_data import read_recording
 from gcore.placement.baselines import ColocatedRule, StaticRule
-from gcore.placement.grid import POLICY, Move, Split, split_by
+from gcore.placement.grid import POLICY, Move, Split, shares, split_by
 from gcore.placement.guard import DynamicRule
 from gcore.placement.meters import quantiles
 from gcore.simulate import run as runs
 from gcore.simulate.cluster import PromptCursor, Simulation, State, expected_view, first_state
-from gcore.simulate.run import NAMES, evenly, simulate
+from gcore.simulate.run import NAMES, simulate
 from gcore.simulate.scenario import (
     CHUNK,
     Drift,
@@ -109,7 +109,7 @@ def test_invariants(name, seed):
     case = scenario(seed=seed)
     rule = runs.rule_of(name, case)
     view = expected_view(case, first_state(case))
-    simulation, found = rollout(case, rule.begin(view, case.costs(1), evenly(case.grid), None), rule)
+    simulation, found = rollout(case, rule.begin(view, case.costs(1), shares(case.grid), None), rule)
     assert simulation.kept == case.prompts and len(found.lengths) == case.prompts * case.samples
     assert found.drawn == simulation.kept + simulation.dropped + simulation.running
     generating = simulation.running - simulation.judging
@@ -140,6 +140,12 @@ class Shuffle:
         return [Move(block, split[block], JUDGE if split[block] == POLICY else POLICY)]
 
 
+def in_progress(fleet):
+    """Requests that are queued or at a replica."""
+    queued = (call for queue in fleet.queues for _, _, call in queue.calls)
+    return sum(len(device.jobs()) for device in fleet.devices) + sum(call.size for call in queued)
+
+
 @seeds(8, 40)
 def test_moves_lose_no_request_and_no_token(seed):
     """Under any moves, every drawn group ends or is still in progress, with the lengths of its draw."""
@@ -163,14 +169,14 @@ def test_moves_lose_no_request_and_no_token(seed):
         jobs = [job for device in fleet.devices for job in device.jobs()]
         queued = [call for queue in fleet.queues for _, _, call in queue.calls]
         jobs += [job for call in queued for job in call.jobs]
-        assert len(jobs) == fleet.in_progress
+        assert len(jobs) == in_progress(fleet)
         assert fleet.queued == sum(len(call.jobs) for call in queued)
-    assert case.samples * found.drawn == len(simulation.policy.ended_lengths) + simulation.policy.in_progress
+    assert case.samples * found.drawn == len(simulation.policy.ended_lengths) + in_progress(simulation.policy)
     expected = [n for i in range(found.drawn) if i in set(ended[POLICY]) for n in simulation.work[i].tokens]
     other = sorted(simulation.policy.ended_lengths)
     for tokens in expected:
         other.remove(tokens)
-    assert len(other) <= simulation.policy.in_progress + case.samples * len(ended[POLICY])
+    assert len(other) <= in_progress(simulation.policy) + case.samples * len(ended[POLICY])
 
 
 def test_a_finished_simulation_leaves_no_garbage():
@@ -179,7 +185,7 @@ def test_a_finished_simulation_leaves_no_garbage():
     gc.disable()
     try:
         simulation, found = rollout(case, rule=Shuffle(1))
-        assert found.timeline.moves and simulation.policy.in_progress > 0
+        assert found.timeline.moves and in_progress(simulation.policy) > 0
         del simulation, found
         assert gc.collect() == 0
     finally:
@@ -208,7 +214,7 @@ def test_the_view_counts_requests_and_tokens():
         made = [clock - job.began + job.before for clock, (_, job) in zip(clocks, jobs, strict=True)]
         age = sum(made) / max(1, len(jobs))
         observed.append((view.loads[POLICY].running, len(jobs), view.loads[POLICY].age, age))
-        assert view.loads[POLICY].in_progress == fleet.in_progress
+        assert view.loads[POLICY].in_progress == in_progress(fleet)
         return []
 
     simulation = []
@@ -236,11 +242,11 @@ def test_a_group_is_decided_when_it_has_all_verdicts():
     case = scenario(judges=judges, slots=6)
     simulation, _ = rollout(case, split_by(case.grid, {POLICY: 2, "fair": 2, "strict": 2}))
     decided = case.samples * (simulation.kept + simulation.dropped)
-    for judge in simulation.judges:
-        assert len(judge.ended_lengths) + judge.in_progress == judge.repeats * (
-            decided + case.samples * simulation.judging
-        )
-        assert len(judge.ended_lengths) >= judge.repeats * decided
+    for judge in judges:
+        fleet = simulation.fleets[judge.name]
+        ended = len(fleet.ended_lengths)
+        assert ended + in_progress(fleet) == judge.repeats * (decided + case.samples * simulation.judging)
+        assert ended >= judge.repeats * decided
 
 
 def test_same_seed_same_result():

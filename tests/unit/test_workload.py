@@ -16,18 +16,21 @@ TINY = Shape("tiny", layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, h
 COST = CostModel(crossover=100.0, head=0.5)
 
 
+def sample(work: SampleWork, steps: int = 0) -> SampleMeta:
+    return SampleMeta(0, 0, work, 1, steps=steps)
+
+
 def test_costs_by_hand():
-    assert COST.of(100) == 200.0 and COST.of(100, steps=40) == 220.0
-    assert COST.of_work(SampleWork(100, passes=3)) == 600.0  # denoising steps
+    assert COST.of(100) == 200.0 and COST.of_sample(sample(SampleWork(100), steps=40)) == 220.0
+    assert COST.of_sample(sample(SampleWork(100, passes=3))) == 600.0  # denoising steps
     assert CostModel(100.0, causal=False).of(100) == 300.0
     vision = CostModel(50.0, causal=False, flops=3.0, patch=100)
     seeing = CostModel(100.0, flops=2.0, towers=(("image", vision),))
-    assert seeing.of_work(SampleWork(100, media=(("image", 950),))) == 200.0 + 1.5 * (10 + 4)  # ten patches
-    assert COST.of_work(SampleWork(100, media=(("image", 950),))) == 200.0  # no vision tower is known
+    assert seeing.of_sample(sample(SampleWork(100, media=(("image", 950),)))) == 200.0 + 1.5 * (10 + 4)  # ten patches
+    assert COST.of_sample(sample(SampleWork(100, media=(("image", 950),)))) == 200.0  # no vision tower is known
     assert COST.of_row(100) == 300.0  # no pair is skipped
     assert COST.recomputed().head == 0.375 and COST.recomputed().of(100) == 200.0
-    meta = SampleMeta(0, 0, SampleWork(100, passes=2, media=(("image", 7),)), 1, steps=40)
-    assert COST.of_sample(meta) == 420.0
+    assert COST.of_sample(sample(SampleWork(100, passes=2, media=(("image", 7),)), steps=40)) == 420.0
 
 
 def test_the_cost_model_counts_the_flops_of_the_model():
@@ -36,7 +39,7 @@ def test_the_cost_model_counts_the_flops_of_the_model():
     assert TINY.cost.flops == 2 * layers and TINY.cost.head == pytest.approx(head / layers)
     n = 30
     pairs = 4 * 2 * 2 * 4 * n * n / 2  # scores and values: layers x heads x head_dim
-    flops = TINY.cost.flops * TINY.cost.of(n, steps=n)
+    flops = TINY.cost.flops * TINY.cost.of_sample(sample(SampleWork(n), steps=n))
     assert flops == pytest.approx(2 * n * (layers + head) + pairs)
     assert n * TINY.forward_flops(n / 2) == pytest.approx(flops)  # what the planner uses
 
@@ -71,6 +74,10 @@ def observed(seed: int, number: int, noise: float = 0.0) -> list[Observation]:
     return found
 
 
+def seconds(fitted, tokens, pairs, micro_batches):
+    return fitted.token_s * tokens + fitted.pair_s * pairs + fitted.micro_batch_s * micro_batches
+
+
 def test_the_fit_finds_the_times_of_a_machine():
     true = (1e-4, 3e-6, 0.1)
     for number, rel in ((200, 0.1), (4000, 0.01)):  # the prior counts less and less
@@ -80,7 +87,7 @@ def test_the_fit_finds_the_times_of_a_machine():
     assert found.crossover == pytest.approx(100 / 3, rel=0.01)
     noisy = fit(observed(1, 200, noise=0.1), COST)
     assert noisy.pair_s == pytest.approx(3e-6, rel=0.1) and 0.05 < noisy.error < 0.15
-    assert found.seconds(5000, 2e5, 4) == pytest.approx(0.5 + 0.6 + 0.4, rel=0.03)
+    assert seconds(found, 5000, 2e5, 4) == pytest.approx(0.5 + 0.6 + 0.4, rel=0.03)
 
 
 def test_no_time_is_negative():
@@ -91,7 +98,7 @@ def test_no_time_is_negative():
 
 def test_the_fit_keeps_the_ratios_of_the_model_where_nothing_was_measured():
     found = fit([Observation(1000, 4e5, 1, 2.0)] * 5, COST)  # always the same mixture
-    assert found.crossover == pytest.approx(100.0, rel=1e-3) and found.seconds(1000, 4e5, 1) == pytest.approx(2.0)
+    assert found.crossover == pytest.approx(100.0, rel=1e-3) and seconds(found, 1000, 4e5, 1) == pytest.approx(2.0)
     assert fit([], COST) is None and fit([Observation(1000, 1e5, 1, 0.0)], COST) is None
 
 
