@@ -3,9 +3,12 @@
     python bench/gpu_train.py --model 1.5B                      # one H200: about three minutes
     python bench/gpu_train.py --model tiny --sequences 8        # a rehearsal on a CPU
 
-The policy is a Qwen2 shape with random weights and the full vocabulary. `fixed`: all sequences have --prompt and
---response tokens. `mix`: response lengths are log-normal, cut at --response. AdamW is included.
-Model FLOPs per token: 6 x parameters (body and output layer) + 6 x layers x width x length for causal attention.
+The policy has random weights, the full vocabulary and the shape of a Qwen2, of a Qwen3, or of a Qwen3.5: of that,
+three of four layers are linear attention, with the kernels of flash-linear-attention if they are installed. `fixed`:
+all sequences have --prompt and --response tokens. `mix`: response lengths are log-normal, cut at --response. AdamW is
+included.
+Model FLOPs per token: 6 x parameters (body and output layer) + 6 x layers with attention x width x length (causal); the
+recurrence of linear attention is not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 from bench.common import SHAPES, qwen2_config, trainer_config  # noqa: E402
 from gcore.content.tokens import Tokens, tokens_of  # noqa: E402
+from gcore.cost.shapes import Shape  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
+from gcore.models.decoders import KINDS, traits_of  # noqa: E402
 from gcore.observe.trace import Tracer  # noqa: E402
 from gcore.preparation.balance import make_layout  # noqa: E402
 from gcore.preparation.samples import meta_of  # noqa: E402
@@ -41,6 +46,18 @@ from gcore.training.fsdp import FsdpBackend, FsdpNetwork  # noqa: E402
 from gcore.training.rank import TrainerRank  # noqa: E402
 from gcore.types import Sample, TrainBatch  # noqa: E402
 
+DELTA_RULE = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+FAMILIES: dict[str, dict[str, Any]] = {  # beside Qwen2: keys of config.json
+    "qwen3-1.7B": {"model_type": "qwen3"},
+    "qwen3.5-2B": {"model_type": "qwen3_5_text", **dict(zip(DELTA_RULE, (16, 16, 128, 128), strict=True))},
+    "qwen3.5-tiny": {"model_type": "qwen3_5_text", **dict(zip(DELTA_RULE, (2, 2, 16, 16), strict=True))},
+}
+SIZES = {
+    **SHAPES,
+    "qwen3-1.7B": Shape("qwen3-1.7B", 28, 2048, 6144, heads=16, kv_heads=8, head_dim=128, vocab=151_936),
+    "qwen3.5-2B": Shape("qwen3.5-2B", 24, 2048, 6144, heads=8, kv_heads=2, head_dim=256, vocab=248_320),
+    "qwen3.5-tiny": Shape("qwen3.5-tiny", 4, 64, 128, heads=4, kv_heads=2, head_dim=16, vocab=512),
+}
 VARIANTS = {  # training.compile, training.activation_checkpointing
     "eager, checkpointing": (False, True),
     "compiled, checkpointing": (True, True),
@@ -51,7 +68,7 @@ VARIANTS = {  # training.compile, training.activation_checkpointing
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="1.5B")
+    parser.add_argument("--model", choices=SIZES, default="1.5B")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--response", type=int, default=512)
@@ -59,6 +76,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--lengths", nargs="+", choices=["fixed", "mix"], default=["fixed", "mix"])
     parser.add_argument("--profile", action="store_true", help="and the kernels that take the most time")
+    parser.add_argument("--no-checks", action="store_true", help="without the comparison with the library")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -73,8 +91,9 @@ def main() -> None:
         gc.collect()  # the trainer of this row
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    agreement(args, device)
-    skipped(args, device)
+    if not args.no_checks:
+        agreement(args, device)
+        skipped(args, device)
 
 
 def matrix_rate(device: torch.device) -> float:
@@ -97,23 +116,49 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def config_of(args: argparse.Namespace) -> Any:
+    from transformers import AutoConfig
+
+    common = {"max_position_embeddings": 32_768, "tie_word_embeddings": True}
+    if args.model not in FAMILIES:
+        return qwen2_config(args.model, **common)
+    shape, family = SIZES[args.model], dict(FAMILIES[args.model])
+    return AutoConfig.for_model(
+        family.pop("model_type"),
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        **common,
+        **family,
+    )
+
+
 def network_of(args: argparse.Namespace, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    config = qwen2_config(args.model, max_position_embeddings=32_768, tie_word_embeddings=True)
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        return AutoModelForCausalLM.from_config(config_of(args), dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def flops_per_token(args: argparse.Namespace, length: float) -> float:
-    shape = SHAPES[args.model]
-    return 6.0 * shape.product_parameters + 6.0 * shape.layers * shape.hidden * length
+    """The embedding is also the output layer."""
+    from transformers import AutoModelForCausalLM
+
+    config, shape = config_of(args), SIZES[args.model]
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    attention = sum(bool(KINDS[kind].mask) for kind in traits_of(config).kinds)
+    return 6.0 * parameters + 6.0 * attention * shape.heads * shape.head_dim * length
 
 
 def samples_of(args: argparse.Namespace, lengths: str) -> list[Sample]:
     rng = np.random.default_rng(0)
-    vocabulary, found = SHAPES[args.model].vocab, []
+    vocabulary, found = SIZES[args.model].vocab, []
     for i in range(args.sequences):
         steps = args.response
         if lengths == "mix":
@@ -150,7 +195,7 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     budget = args.micro_tokens or 2 * args.sequences * (args.prompt + args.response)
     metas = [meta_of(sample) for sample in samples]
     (batch,) = make_layout(
-        metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SHAPES[args.model].hidden)
+        metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SIZES[args.model].hidden)
     )
     batch, trainer = with_advantages(batch, samples), trainer_of(args, variant, device)
 

@@ -187,6 +187,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--cluster", action="store_true", help="instead: compare the nodes of the Ray cluster at RAY_ADDRESS"
     )
+    doctor.add_argument(
+        "--families",
+        nargs="*",
+        metavar="NAME",
+        help="instead: try small models of these families of transformers, or all",
+    )
     doctor.add_argument("--run-dir", default="runs", help="--cluster: is it shared storage? default %(default)s")
     return parser
 
@@ -395,6 +401,10 @@ def _doctor(args: argparse.Namespace) -> int:
         from gcore.launch.node_checks import cluster_doctor
 
         return cluster_doctor(args.run_dir)
+    if args.families is not None:
+        from gcore.launch.families import families, report
+
+        return report(args.families or families())
     from gcore.launch.machines import detect_machine
     from gcore.observe.doctor import doctor
 

@@ -163,7 +163,7 @@ def kv_tokens(shape: Shape, gpu: Gpu, tp: int, free_gb: float | None = None) -> 
     """Tokens in the KV cache of a replica, at least 0. `free_gb`: free memory per GPU before loading the weights."""
     free = gpu.memory_gb * MEMORY_FRACTION if free_gb is None else free_gb
     room = free * GB - shape.weight_bytes / tp
-    return max(0, int(room * min(tp, shape.kv_heads) / shape.kv_bytes_per_token))
+    return max(0, int(room * min(tp, shape.kv_heads) / max(1, shape.kv_bytes_per_token)))
 
 
 def serving(shape: Shape, gpu: Gpu, tp: int, mean_context: float, is_policy: bool = False) -> ReplicaSpeed:

@@ -27,6 +27,15 @@ BYTES = 2  # bfloat16: the weights of engines, and the arithmetic of the trainer
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Keys and values of all heads from one vector per token (MLA). Latent(parameters=10**8, kv=576, width=24_576)"""
+
+    parameters: int  # of attention, per layer
+    kv: int  # numbers in the cache, per token and layer
+    width: int  # numbers in the products of a pair of tokens: of scores and values, in the mean
+
+
+@dataclass(frozen=True)
 class Shape:
     """A decoder. In a mixture of experts, `intermediate` is the size of one expert.
 
@@ -44,12 +53,27 @@ class Shape:
     tied: bool = False
     experts: int = 0  # 0: dense
     active_experts: int = 0
+    attention_layers: int | None = None  # None: all. The others have a mixer with a state, or nothing
+    mlp_layers: int | None = None  # None: all
+    mixer: int = 0  # parameters in the place of attention, in the mean of the layers without it
+    state_values: int = 0  # of a sequence, in all layers: it does not grow with the length
+    latent: Latent | None = None
     towers: tuple[tuple[str, CostModel], ...] = ()  # what encodes media, by their kind
     source: str = "given dimensions"
 
     @property
     def _attention(self) -> int:
+        if self.latent is not None:
+            return self.latent.parameters
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)  # q and o, k and v
+
+    @property
+    def _with_attention(self) -> int:
+        return self.layers if self.attention_layers is None else self.attention_layers
+
+    @property
+    def _with_mlp(self) -> int:
+        return self.layers if self.mlp_layers is None else self.mlp_layers
 
     @property
     def _expert(self) -> int:
@@ -57,8 +81,10 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
+        """In the mean of the layers."""
         mlp = self._expert * max(1, self.experts) + self.hidden * self.experts  # with its router
-        return self._attention + mlp + 2 * self.hidden
+        attention, without = self._with_attention * self._attention, self.layers - self._with_attention
+        return (attention + without * self.mixer + self._with_mlp * mlp) // self.layers + 2 * self.hidden
 
     @property
     def table_parameters(self) -> int:
@@ -77,7 +103,7 @@ class Shape:
     @property
     def active_parameters(self) -> int:
         """Parameters that one token uses: all of them in a dense model."""
-        return self.parameters - self.layers * self._expert * (max(1, self.experts) - max(1, self.active_experts))
+        return self.parameters - self._with_mlp * self._expert * (max(1, self.experts) - max(1, self.active_experts))
 
     @property
     def weight_bytes(self) -> int:
@@ -85,7 +111,13 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
+        values = 2 * self.kv_heads * self.head_dim if self.latent is None else self.latent.kv
+        return self._with_attention * values * BYTES
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence. States are in float32."""
+        return 4 * self.state_values
 
     @property
     def product_parameters(self) -> int:
@@ -96,9 +128,13 @@ class Shape:
     def cost(self) -> CostModel:
         """The cost model of samples, which training uses for its layout too."""
         head = 2.0 * self.table_parameters
-        token = 2.0 * self.product_parameters - head
-        pair = 4.0 * self.layers * self.heads * self.head_dim
-        return CostModel(crossover=2 * token / pair, head=head / token, flops=token, towers=self.towers)
+        token = (
+            2.0 * self.product_parameters - head + 6.0 * self.state_values
+        )  # a state is read, changed and multiplied
+        pair = 4.0 * self._with_attention * (self.heads * self.head_dim if self.latent is None else self.latent.width)
+        return CostModel(
+            crossover=2 * token / pair if pair else math.inf, head=head / token, flops=token, towers=self.towers
+        )
 
     def forward_flops(self, context: float) -> float:
         """FLOPs of one token that attends to `context` others."""
@@ -106,11 +142,12 @@ class Shape:
 
     def read_bytes(self, running: float) -> float:
         """Bytes of weights that a decoding step with `running` sequences reads; of experts, only the used ones."""
-        rest = BYTES * (self.product_parameters - self.layers * self._expert * max(1, self.active_experts))
+        rest = BYTES * (self.product_parameters - self._with_mlp * self._expert * max(1, self.active_experts))
         touched: float = 1
         if self.experts:
             touched = self.experts * (1 - (1 - self.active_experts / self.experts) ** running)
-        return rest + BYTES * self.layers * self._expert * touched
+        states = 2 * running * self.state_bytes  # read and written
+        return rest + BYTES * self._with_mlp * self._expert * touched + states
 
 
 SMALL: dict[str, Any] = {"vocab": 151936, "tied": True}
@@ -139,6 +176,10 @@ SHAPES = {
 }
 # of media, by their kind: the section of config.json, and how much of a medium becomes a token where it does not tell
 TOWERS = {"image": ("vision_config", 14 * 14), "audio": ("audio_config", 2)}
+STATEFUL_KEYS = (  # of config.json: layers that are not attention of grouped queries
+    *("kv_lora_rank", "linear_num_value_heads", "linear_num_heads", "mamba_d_state", "ssm_state_size", "state_size"),
+    *("layer_types", "hybrid_override_pattern", "full_attention_interval", "attn_layer_indices", "attn_layer_period"),
+)
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([BM])", re.IGNORECASE)
 
 
@@ -212,12 +253,6 @@ def _from_config(file: Path, option: str) -> Shape:
         config = {**config, **config["text_config"]}
     if not isinstance(config, dict):
         raise UserError(f"{option} {file}: got {type(config).__name__}; expected a model's config.json, an object")
-    for key in ("kv_lora_rank", "linear_num_value_heads", "ssm_cfg", "mamba_d_state"):
-        if config.get(key):
-            raise UserError(
-                f"{option} {file}: {key}={config[key]}: the KV cache of this kind of attention is not supported; "
-                f"expected a decoder with grouped-query attention"
-            )
 
     def number(*keys: str, default: int | None = None) -> int:
         value = next((config[key] for key in keys if config.get(key) is not None), default)
@@ -225,6 +260,11 @@ def _from_config(file: Path, option: str) -> Shape:
             raise UserError(f"{option} {file}: {' or '.join(keys)} is {value!r}; expected an integer, at least 0")
         return value
 
+    try:
+        other_layers = _other_layers(config)
+    except KeyError as error:
+        named = next(f"{key}={config[key]}" for key in STATEFUL_KEYS if config.get(key))
+        raise UserError(f"{option} {file}: {named}; expected the key {error} too") from error
     heads, shared = number("num_attention_heads"), number("n_shared_experts", default=0)
     experts = number("num_experts", "num_local_experts", "n_routed_experts", default=0)
     if heads < 1:
@@ -241,10 +281,89 @@ def _from_config(file: Path, option: str) -> Shape:
         vocab=number("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts + shared if experts else 0,
-        active_experts=number("num_experts_per_tok") + shared if experts else 0,  # shared experts are always used
+        active_experts=number("num_experts_per_tok", "num_experts_per_token") + shared if experts else 0,  # with shared
+        **other_layers,
         towers=_towers(config),
         source=str(file),
     )
+
+
+def _other_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of layers whose attention is not that of grouped queries, and of layers without attention."""
+    kinds, hidden, about = _kinds(config), config["hidden_size"], dict[str, Any]()
+    if rank := config.get("kv_lora_rank"):
+        heads, rope = config["num_attention_heads"], config.get("qk_rope_head_dim", 0)
+        key, value, low = config["qk_nope_head_dim"] + rope, config["v_head_dim"], config.get("q_lora_rank")
+        queries = heads * key * hidden if low is None else low * (hidden + heads * key)
+        expanded = rank * heads * (config["qk_nope_head_dim"] + value)
+        parameters = queries + hidden * (rank + rope) + expanded + heads * value * hidden
+        about["latent"] = Latent(parameters, rank + rope, heads * (key + value) // 2)
+    if not kinds:
+        return about
+    mixer, state = _mixer(config)
+    stateful = sum(kind in ("linear_attention", "mamba", "conv", "hybrid") for kind in kinds)
+    with_attention = sum(kind not in ("linear_attention", "mamba", "conv", "mlp", "moe") for kind in kinds)
+    if without := len(kinds) - with_attention:
+        about["mixer"] = mixer * stateful // without
+    elif "hybrid" in kinds:  # attention and a mixer in every layer
+        own = 2 * hidden * config["head_dim"] * (config["num_attention_heads"] + config["num_key_value_heads"])
+        width = config["num_attention_heads"] * config["head_dim"]
+        about["latent"] = Latent(own + mixer, 2 * config["num_key_value_heads"] * config["head_dim"], width)
+    if {"mlp", "moe"} & set(kinds):  # a layer is one or the other
+        about["mlp_layers"] = sum(kind in ("mlp", "moe") for kind in kinds)
+    return about | {"attention_layers": with_attention, "state_values": stateful * state}
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    """Of each layer, by the names of transformers. Empty: all have attention."""
+    layers = int(config.get("num_hidden_layers", 0))
+    if config.get("layer_types"):
+        return list(config["layer_types"])[:layers]
+    if pattern := config.get("hybrid_override_pattern"):  # of Nemotron-H
+        names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+        return [names[letter] for letter in pattern]
+    if every := config.get("full_attention_interval"):
+        return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    if (at := config.get("attn_layer_indices")) is not None:
+        return ["full_attention" if i in at else "linear_attention" for i in range(layers)]
+    if period := config.get("attn_layer_period"):
+        offset = config.get("attn_layer_offset", 0)
+        return ["full_attention" if i % period == offset else "linear_attention" for i in range(layers)]
+    return ["hybrid"] * layers if config.get("mamba_d_ssm") else []
+
+
+def _mixer(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Parameters of a layer's mixer, and the numbers of its state."""
+    hidden = config["hidden_size"]
+    if heads := config.get("linear_num_value_heads"):  # gated delta net
+        key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
+        keys, values = config["linear_num_key_heads"] * key, heads * value
+        kernel = config.get("linear_conv_kernel_dim", 4)
+        products = hidden * (2 * keys + 3 * values + 2 * heads)
+        return products + kernel * (2 * keys + values), heads * key * value + kernel * (2 * keys + values)
+    if heads := config.get("linear_num_heads"):  # Kimi delta attention, with two gates of low rank
+        size, kernel = config["linear_head_dim"], config.get("linear_conv_kernel_dim", 4)
+        width = heads * size
+        products = 4 * hidden * width + 2 * size * (hidden + width) + hidden * heads
+        return products + 3 * kernel * width, width * size + 3 * kernel * width
+    state = next((config[k] for k in ("mamba_d_state", "ssm_state_size", "state_size") if config.get(k)), 0)
+    heads = next((config[k] for k in ("mamba_n_heads", "mamba_num_heads", "num_heads") if config.get(k)), 0)
+    if state:  # Mamba-2, or Mamba (Jamba) without heads
+        size = next((config[k] for k in ("mamba_d_head", "mamba_head_dim", "head_dim") if config.get(k)), 0)
+        inner = heads * size if heads and isinstance(size, int) else hidden * config.get("mamba_expand", 2)
+        groups = next((config[k] for k in ("mamba_n_groups", "n_groups") if config.get(k)), 1)
+        kernel = next((config[k] for k in ("mamba_d_conv", "conv_kernel") if config.get(k)), 4)
+        if not heads:
+            rank = config.get("mamba_dt_rank") or -(-hidden // 16)
+            return 3 * hidden * inner + inner * (kernel + rank + 2 * state) + rank * inner, inner * (state + kernel)
+        convolved = inner + 2 * groups * state
+        return hidden * (2 * inner + 2 * groups * state + heads) + hidden * inner + kernel * convolved, (
+            inner * state + kernel * convolved
+        )
+    if kernel := config.get("conv_L_cache"):  # short convolutions (LFM2)
+        return 4 * hidden * hidden + kernel * hidden, kernel * hidden
+    heads, size = config["num_attention_heads"], config.get("head_dim") or hidden // config["num_attention_heads"]
+    return 5 * hidden * heads * size, heads * size * size  # lightning attention, with its output gate
 
 
 def _towers(config: Mapping[str, Any]) -> tuple[tuple[str, CostModel], ...]:

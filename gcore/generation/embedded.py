@@ -28,14 +28,14 @@ from transformers import PreTrainedModel
 
 from gcore.content.families import FAMILIES
 from gcore.content.tokens import compact_experts, tokens_of
-from gcore.generation.cache import RowCache
+from gcore.generation.cache import cache_argument, make_cache
 from gcore.generation.decoding import FusedDecoder, RowTable, sample
 from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
-from gcore.models.decoders import as_argument, feature_tokens, routers_of, traits_of
+from gcore.models.decoders import decoder_of, feature_tokens, routers_of, traits_of
 from gcore.models.networks import Adapters, adapters_of, load_model
 from gcore.models.towers import takes_media
 from gcore.threads import use_threads
@@ -77,8 +77,7 @@ class EmbeddedBackend(DecodeBackend):
         self._model, self._device = model, model.device
         self._traits = traits_of(model.config)
         self.max_concurrent, self._max_length = max_concurrent, max_length
-        self._num_layers = model.config.get_text_config().num_hidden_layers
-        self._cache = RowCache(self._num_layers)
+        self._cache = make_cache(self._model)
         self.jobs: list[Job] = []  # jobs[i] has row i of the cache
         self._rows = RowTable(_round_up(max_concurrent, ROW_BLOCK))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
@@ -114,7 +113,7 @@ class EmbeddedBackend(DecodeBackend):
     def free(self, level: int) -> float:
         """The cache grows again with the first request."""
         freed = self._cache.nbytes
-        self._cache = RowCache(self._num_layers)
+        self._cache = make_cache(self._model)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes
         return freed / GIB
@@ -140,6 +139,8 @@ class EmbeddedBackend(DecodeBackend):
             self._rows.put(i, job.request)
             if len(tokens_T) > 1:
                 prompts.setdefault(job.content.prefix_key(), []).append(i)
+            elif self._traits.recurrent:
+                self._clear_states(i)
         self.jobs.extend(jobs)
         if prompts:
             self._prefill(list(prompts.values()))
@@ -155,9 +156,13 @@ class EmbeddedBackend(DecodeBackend):
         while start < len(groups):
             stop = start + 1
             while stop < len(groups) and (stop + 1 - start) * self._rows.length[groups[stop][0]] <= PREFILL_TOKENS:
+                if self._traits.recurrent and not self._together(groups[start], groups[stop]):
+                    break
                 stop += 1
             part, start = groups[start:stop], stop
-            width = _round_up(int(max(self._rows.length[rows[0]] for rows in part)), KEY_BLOCK)
+            width = int(max(self._rows.length[rows[0]] for rows in part))
+            if not self._traits.recurrent:
+                width = _round_up(width, KEY_BLOCK)
             contents = [self.jobs[rows[0]].content for rows in part]
             tokens_BW = self._padded([content.tokens_T[:-1] for content in contents], len(part), width)
             inputs, feature_positions, blocks = dict[str, Any](), None, None
@@ -181,6 +186,20 @@ class EmbeddedBackend(DecodeBackend):
             for rows in part:
                 if len(rows) > 1:
                     self._cache.copy_row(rows[0], rows[1:], int(self._rows.length[rows[0]]))
+
+    def _clear_states(self, row: int) -> None:
+        """Of a sequence that begins with a decoding step. A pass over any token makes the states if there are none, so
+        that all decoding steps are computed in the same way."""
+        if not self._cache.has_states:
+            token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+            self._cache.begin_prefill(torch.tensor([row], device=self._device), 1)
+            self._hidden({"input_ids": token}, token, self._traits.masks(token[None] == 0, token, self._model.dtype))
+        self._cache.clear_states(row)
+
+    def _together(self, one: list[int], other: list[int]) -> bool:
+        """Whether a model with recurrent layers prefills these two prompts in one batch. Padding would change the state
+        after a prompt. On a CPU each prompt is alone, so that its bits do not depend on the others."""
+        return self._device.type != "cpu" and self._rows.length[one[0]] == self._rows.length[other[0]]
 
     def _watched(
         self, compute: Callable[[], torch.Tensor], rows: Iterable[int]
@@ -211,9 +230,9 @@ class EmbeddedBackend(DecodeBackend):
         self, inputs: dict[str, Any], positions: torch.Tensor, masks: dict[str, torch.Tensor], cached: bool = True
     ) -> torch.Tensor:
         """The output of the decoder. Not of the whole model, whose joint modules would search for media."""
-        state = {"past_key_values": self._cache if cached else None, "use_cache": cached}
-        decoder = self._model.get_decoder()
-        output = decoder(**inputs, position_ids=positions, attention_mask=as_argument(masks), **state)
+        decoder = decoder_of(self._model)
+        state = {cache_argument(decoder): self._cache if cached else None, "use_cache": cached}
+        output = decoder(**inputs, position_ids=positions, attention_mask=self._traits.as_argument(masks), **state)
         return output.last_hidden_state
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

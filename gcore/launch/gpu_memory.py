@@ -188,7 +188,8 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
     asleep, generation = ENGINE.asleep_gb * GB, config.generation
     samples = config.sampling.prompts_per_step * config.sampling.samples_per_prompt
     rows = min(generation.max_concurrent, -(-samples // max(1, plan.engines)))
-    cache = rows * config.max_length * shape.kv_bytes_per_token if not generation.traits.loads_folder else 0
+    per_row = config.max_length * shape.kv_bytes_per_token + shape.state_bytes
+    cache = rows * per_row if not generation.traits.loads_folder else 0
     policy = _awake(config, generation, shape.parameters, gpu_bytes) + (cache if _uses_gpu(config, generation) else 0)
     if generation.traits.loads_folder:
         policy /= plan.engines_per_gpu

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gcore.config.base import BuildModel
 from gcore.content.families import built_family, module_of
+from gcore.models.decoders import implementation
+from gcore.types import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def build_network(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     sizes, family = _decoder_sizes(build, tokenizer), None if scorer else built_family(build)
     if build.architecture == "qwen3_moe":
         sizes |= {"num_experts": build.experts, "num_experts_per_tok": build.active_experts, "norm_topk_prob": True}
         sizes |= {"moe_intermediate_size": build.intermediate_size, "decoder_sparse_step": 1}
+    sizes |= build.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network: PreTrainedModel
         if family is not None:
             network = module_of(family).build_network(build, tokenizer, sizes)
             return network
-        config: Any = AutoConfig.for_model(build.architecture, **sizes, attn_implementation="sdpa")
+        config = _config_of(build, sizes)
         if scorer:
             config.num_labels = 1
         network = (AutoModelForSequenceClassification if scorer else AutoModelForCausalLM).from_config(config)
         return network
+
+
+def _config_of(build: BuildModel, sizes: Mapping[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    if build.architecture not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(build.architecture, CONFIG_MAPPING.keys(), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"model.build.architecture={build.architecture}; expected a model_type of transformers, such as qwen3{hint}"
+        )
+    config = CONFIG_MAPPING[build.architecture](**sizes)
+    default = type(config)()  # `config` keeps any attribute that it is given
+    for name in build.config:
+        if not hasattr(default, name):
+            raise UserError(f"model.build.config: {build.architecture} has no key {name}")
+    config._attn_implementation = implementation(config)
+    return config
 
 
 def _decoder_sizes(build: BuildModel, tokenizer: Any) -> dict[str, Any]:

@@ -18,18 +18,58 @@ from torch import Tensor
 from gcore.content.families import FAMILIES
 from gcore.types import UserError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """LayerKind("full")"""
+
+    mask: str = ""  # which earlier tokens its attention sees: full, sliding, chunked; empty: it has no attention
+    state: bool = False  # has a state that goes along the sequence (models/recurrent.py)
+
+
+KINDS = {  # by their names in `layer_types` of transformers
+    "full_attention": LayerKind("full"),
+    "sliding_attention": LayerKind("sliding"),
+    "chunked_attention": LayerKind("chunked"),
+    "indexed_attention": LayerKind("full"),  # an indexer chooses among the visible tokens
+    "linear_attention": LayerKind(state=True),  # gated delta rule, lightning attention, Mamba
+    "conv": LayerKind(state=True),
+    "hybrid": LayerKind("full", state=True),  # attention and a state-space model side by side
+    "mlp": LayerKind(),
+    "moe": LayerKind(),
+}
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ONE_WINDOW = {"mistral", "mixtral", "ministral3", "phi3", "qwen3_moe", "starcoder2"}  # the window is in every layer
 BY_LAYER = {  # `layer_types` lists which layers have the window
     *("qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "vaultgemma", "gpt_oss", "ministral", "olmo3"),
-    *("cohere2", "exaone4", "smollm3"),
+    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text"),
 }
-SCALED = {"gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "granite", "granitemoe"}  # capped or multiplied
-VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | {"llama"}
-EAGER = {"gpt_oss"}  # attention sinks: sdpa in transformers leaves them out
+IN_CHUNKS = {"llama4_text"}
+INDEXED = {"deepseek_v32", "glm_moe_dsa"}
+SCALED = {  # logits capped or multiplied
+    *(
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "vaultgemma",
+        "cohere",
+        "cohere2",
+        "granite",
+        "granitemoe",
+    ),
+    *("granitemoehybrid", "falcon_h1"),
+}
+STATEFUL = {  # with recurrent layers
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "nemotron_h"),
+    *("falcon_h1", "bamba", "granitemoehybrid", "jamba", "mamba2", "lfm2", "lfm2_moe"),
+}
+VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | INDEXED | IN_CHUNKS | {"llama"}
+EAGER = {"gpt_oss", "mamba2"}  # attention sinks, which sdpa in transformers leaves out; no attention at all
 # Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
 AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
-LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention
+LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention, in families that no test covers
+DEQUANTISED = ("fp8", "mxfp4")  # files in these formats are read as if they were in bfloat16
 MASKED_LOGIT = -1e9  # its probability and gradient are 0; with -infinity, 0 * infinity would give NaN
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
@@ -45,22 +85,49 @@ class Traits:
     cap: float | None  # then, logits become cap * tanh(logits / cap)
     forbidden: tuple[int, ...] = ()  # tokens that are never sampled: their logits are masked
     media_blocks: bool = False  # the features of a medium attend to each other, also to later ones
+    chunk: int | None = None  # a token in a chunked layer sees the tokens of its chunk, up to itself
 
     def masks(
-        self, seen: Tensor, query_at: Tensor, dtype: torch.dtype, blocks: Tensor | None = None
+        self,
+        seen: Tensor,
+        query_at: Tensor,
+        dtype: torch.dtype,
+        blocks: Tensor | None = None,
+        positions: tuple[Tensor, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """One mask per kind of layer. `seen` [..., Q, K] is that of full attention. Keys are at 0, 1, ... K - 1 and
-        queries at `query_at`, of shape [..., Q, 1]. `blocks` [..., Q, K]: pairs of features of one medium."""
-        masks = {FULL: seen} if FULL in self.kinds else {}
-        if SLIDING in self.kinds:
+        """One mask per kind of attention. `seen` [..., Q, K] is that of full attention. Keys are at 0, 1, ... K - 1 and
+        queries at `query_at`, of shape [..., Q, 1]. `blocks` [..., Q, K]: pairs of features of one medium. `positions`
+        in their samples, of queries [..., Q, 1] and keys [..., 1, K], if they are not where they are."""
+        wanted = {KINDS[kind].mask for kind in self.kinds}
+        masks = {FULL: seen} if "full" in wanted else {}
+        key_at = torch.arange(seen.shape[-1], device=seen.device)
+        if "sliding" in wanted:
             assert self.window is not None
-            masks[SLIDING] = seen & (torch.arange(seen.shape[-1], device=seen.device) > query_at - self.window)
+            masks[SLIDING] = seen & (key_at > query_at - self.window)
+        if "chunked" in wanted:
+            assert self.chunk is not None
+            query_at, key_at = positions or (query_at, key_at)
+            masks[CHUNKED] = seen & (query_at // self.chunk == key_at // self.chunk)
         if blocks is not None:
             masks = {kind: mask | blocks for kind, mask in masks.items()}
         if self.additive:
             zero, lowest = torch.zeros((), dtype=dtype, device=seen.device), torch.finfo(dtype).min
             return {kind: torch.where(mask, zero, lowest) for kind, mask in masks.items()}
         return masks
+
+    @property
+    def recurrent(self) -> bool:
+        return any(KINDS[kind].state for kind in self.kinds)
+
+    def as_argument(self, masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor | None] | None:
+        """`attention_mask` for the decoders of transformers: one tensor if all layers are of one kind, else by kind."""
+        if not masks:
+            return None
+        if len(set(self.kinds)) == 1 and not self.recurrent:
+            return next(iter(masks.values()))
+        by_mask = {KINDS[kind].mask: mask for kind, mask in masks.items()}
+        named = {kind: by_mask[row.mask] for kind, row in KINDS.items() if row.mask in by_mask}
+        return {**dict.fromkeys(kind for kind, row in KINDS.items() if row.state), **named}
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Output of the last linear layer -> logits of the model."""
@@ -80,9 +147,10 @@ def forbid(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
     return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), MASKED_LOGIT)
 
 
-def as_argument(masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """`attention_mask` for the decoders of transformers: one tensor if all layers are of one kind."""
-    return next(iter(masks.values())) if len(masks) == 1 else dict(masks)
+def decoder_of(network: Any) -> Any:
+    """The layers with embedding and last norm, without the head."""
+    decoder = network.get_decoder()
+    return network.model if decoder is network else decoder  # of Llama 4
 
 
 def implementation(config: Any) -> str:
@@ -103,6 +171,14 @@ def feature_tokens(config: Any) -> tuple[int, ...]:
     return tuple(sorted({i for i in ids if i is not None}))
 
 
+def quantisation(config: Any) -> str | None:
+    """The method by which the files of a model are quantised."""
+    if (found := getattr(config, "quantization_config", None)) is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method))
+
+
 def traits_of(config: Any) -> Traits:
     """Raises UserError for models that the engine and the trainer would compute differently from transformers."""
     if (row := FAMILIES.get(config.model_type)) is not None:
@@ -114,35 +190,42 @@ def traits_of(config: Any) -> Traits:
 def _text_traits(config: Any) -> Traits:
     if config.get_text_config() is not config:
         raise _unsupported(config, "has more than a text decoder")
-    if (quantised := getattr(config, "quantization_config", None)) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise _unsupported(config, f"has quantised weights ({getattr(method, 'value', method)})")
+    if (method := quantisation(config)) not in (None, *DEQUANTISED):
+        raise _unsupported(config, f"has quantised weights ({method}; expected {', '.join(DEQUANTISED)} or none)")
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         raise _unsupported(config, "attends to later tokens")
-    kinds, window = _layers(config)
+    kinds = _layers(config)
+    window = getattr(config, "sliding_window", None) if SLIDING in kinds else None
+    chunk = getattr(config, "attention_chunk_size", None) if CHUNKED in kinds else None
     scale, cap = _scaling(config)
-    return Traits(kinds, window, implementation(config) == "eager", scale, cap)
+    return Traits(kinds, window, implementation(config) == "eager", scale, cap, chunk=chunk)
 
 
-def _layers(config: Any) -> tuple[tuple[str, ...], int | None]:
+def _layers(config: Any) -> tuple[str, ...]:
     family, num_layers = config.model_type, int(config.num_hidden_layers)
-    window = getattr(config, "sliding_window", None) or None
-    if not getattr(config, "use_sliding_window", True):
-        window = None
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     declared = getattr(config, "layer_types", None)
     if family in ONE_WINDOW or declared is None:
-        kinds = [SLIDING if window else FULL] * num_layers
-        if getattr(config, "attention_chunk_size", None) is not None and declared is None:
-            kinds = ["chunked_attention"] * num_layers
+        chunked = getattr(config, "attention_chunk_size", None) is not None and declared is None
+        kinds = [CHUNKED if chunked else SLIDING if windowed else FULL] * num_layers
     else:
         kinds = list(declared)[:num_layers]
-    if limits := [f"{name}={getattr(config, name)}" for name in LONG_SEQUENCE_LIMITS if getattr(config, name, None)]:
+    limits = [f"{name}={getattr(config, name)}" for name in LONG_SEQUENCE_LIMITS if getattr(config, name, None)]
+    if limits and family not in VERIFIED:
         raise _unsupported(config, f"limits attention ({', '.join(limits)})")
-    if unknown := sorted(set(kinds) - {FULL, SLIDING}):
-        raise _unsupported(config, f"has layers of kind {', '.join(unknown)}")
-    if SLIDING in kinds and (family not in ONE_WINDOW | BY_LAYER or window is None):
-        raise _unsupported(config, f"has layers of kind {SLIDING} (sliding_window={window})")
-    return tuple(kinds), window if SLIDING in kinds else None
+    unknown = set(kinds) - _compared_kinds(family)
+    if SLIDING in unknown or (SLIDING in kinds and not windowed) or (windowed and family == "minimax"):
+        raise _unsupported(config, f"has layers of kind {SLIDING} (sliding_window={config.sliding_window})")
+    if unknown:
+        raise _unsupported(config, f"has layers of kind {', '.join(sorted(unknown))}")
+    return tuple(kinds)
+
+
+def _compared_kinds(family: str) -> set[str]:
+    """Of layers, in a model of this family."""
+    stateful = {kind for kind, row in KINDS.items() if row.state or not row.mask} if family in STATEFUL else set()
+    others = {SLIDING: ONE_WINDOW | BY_LAYER, CHUNKED: IN_CHUNKS, "indexed_attention": INDEXED}
+    return {FULL, *stateful, *(kind for kind, families in others.items() if family in families)}
 
 
 def _scaling(config: Any) -> tuple[float, float | None]:
@@ -245,7 +328,7 @@ def check_network(network: Any) -> None:
     """Compare a network of a family that no test covers: the logprobs of two short sequences, packed as in training,
     must equal those of each alone."""
     traits = traits_of(network.config)
-    if getattr(network, "_is_stateful", False):
+    if getattr(network, "_is_stateful", False) and not traits.recurrent:
         raise _unsupported(network.config, "keeps a recurrent state")
     if network.config.model_type in VERIFIED | set(FAMILIES):
         return
@@ -256,16 +339,12 @@ def check_network(network: Any) -> None:
     seen = (sample[:, None] == sample) & (at <= at[:, None])
     try:
         alone = torch.cat([network(part[None], use_cache=False).logits[0].float().log_softmax(-1) for part in parts])
-        hidden = (
-            network.train()
-            .get_decoder()(
-                input_ids=torch.cat(parts)[None],
-                position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None],
-                attention_mask=as_argument(traits.masks(seen[None, None], at[:, None], network.dtype)),
-                use_cache=False,
-            )
-            .last_hidden_state
-        )
+        hidden = decoder_of(network.train())(
+            input_ids=torch.cat(parts)[None],
+            position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None],
+            attention_mask=traits.as_argument(traits.masks(seen[None, None], at[:, None], network.dtype)),
+            use_cache=False,
+        ).last_hidden_state
         packed = traits.scaled(network.get_output_embeddings()(hidden[0]).float()).log_softmax(-1)
     except Exception as error:
         raise _unsupported(

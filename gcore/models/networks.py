@@ -25,7 +25,15 @@ from gcore.config.base import Lora, Model, PolicyModel
 from gcore.content.families import FAMILIES, built_family
 from gcore.hub import model_folder
 from gcore.models.built import build_network
-from gcore.models.decoders import VERIFIED, check_length, check_network, implementation, traits_of
+from gcore.models.decoders import (
+    VERIFIED,
+    check_length,
+    check_network,
+    decoder_of,
+    implementation,
+    quantisation,
+    traits_of,
+)
 from gcore.models.towers import takes_media, tower_of
 from gcore.types import Ints, UserError
 
@@ -87,7 +95,7 @@ def _layer_lists(network: Any, parts: Sequence[str]) -> tuple[str, ...]:
     model.lora.parts."""
     if hasattr(network, "layer_lists"):
         return tuple(network.layer_lists)
-    decoder = network.get_decoder()
+    decoder = decoder_of(network)
     text = next(f"{name}.layers" for name, module in network.named_modules() if module is decoder)
     tower = tuple(tower_of(network)) if takes_media(network) else ()
     if "vision" in parts and not tower:
@@ -308,6 +316,8 @@ def _config(model: Model, max_length: int | None) -> Any:
         config = _read_config(model, model_folder(model))
         traits_of(config)
         check_length(config, max_length)
+        if quantisation(config) is not None:
+            del config.quantization_config  # the network is that of the weights before they were quantised
         return config
     except UserError:
         raise
@@ -329,6 +339,19 @@ def _options(model: Model, config: Any) -> dict[str, Any]:
     }
 
 
+def _dequantised(model: Model) -> dict[str, Any]:
+    """Options with which transformers reads quantised files as what they were before."""
+    from transformers import AutoConfig, FineGrainedFP8Config
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    config = AutoConfig.from_pretrained(
+        str(model_folder(model)), trust_remote_code=model.trust_remote_code, local_files_only=True
+    )
+    formats = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+    method = quantisation(config)
+    return {} if method is None else {"quantization_config": formats[method](dequantize=True)}
+
+
 def _load(model: Model, max_length: int | None) -> PreTrainedModel:
     """Raises UserError for an unsupported model before any weights are read."""
     config = _config(model, max_length)
@@ -338,8 +361,9 @@ def _load(model: Model, max_length: int | None) -> PreTrainedModel:
             local_files_only=True,
             output_loading_info=True,
             **_options(model, config),
+            **_dequantised(model),
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise _unloadable(model, error) from error
     _check_names(model, names["missing_keys"], names["unexpected_keys"])
     _check_finite(model, network)

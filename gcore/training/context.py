@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gcore.models.decoders import implementation, traits_of
+from gcore.models.decoders import FULL, SLIDING, implementation, traits_of
 from gcore.training.varlen import Spans
 from gcore.types import UserError
 
@@ -69,9 +69,14 @@ def choose_method(config: Any, size: int, tensor_size: int, wanted: Literal["aut
     """How `size` ranks compute the attention of a model together. `config`: of the network. `wanted`: the key. Raises
     UserError if they cannot."""
     model = f"a model of type {config.model_type}"
+    traits = traits_of(config)
+    if others := sorted(set(traits.kinds) - {FULL, SLIDING}):
+        raise UserError(
+            f"{model} has layers of kind {', '.join(others)}; expected 1 rank per sequence, got {size} ({KEY})"
+        )
     if implementation(config) != "sdpa":
         raise UserError(f"{model} has attention sinks or capped scores; expected 1 rank per sequence, got {size}")
-    heads, window = config.num_attention_heads // tensor_size, traits_of(config).window
+    heads, window = config.num_attention_heads // tensor_size, traits.window
     if wanted == "ulysses" and heads % size:
         raise UserError(f"{KEY}=ulysses: {size} ranks must divide the {heads} heads of {model}; expected auto or ring")
     method: Method = "ring" if wanted == "ring" or heads % size else "ulysses"

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
-from gcore.models.decoders import MASKED_LOGIT, as_argument, implementation, routers_of, traits_of
+from gcore.models.decoders import MASKED_LOGIT, decoder_of, implementation, routers_of, traits_of
+from gcore.models.recurrent import Recurrence, Samples
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
 from gcore.training.fused_head import Candidates, Head, Scaling, allowed_tokens, token_logprobs
@@ -49,6 +50,7 @@ class Packed:
     sampling_mask: Candidates | None = None
     is_padding: bool = False  # dummy batch so that this rank joins the collectives
     sharing: Sharing | None = None  # varlen: the ranks that have the other parts of the row
+    spans: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # flat position of each sample's first token, its length
     experts_RWLK: Tensor | None = None  # of each token and router, as in content.tokens.Tokens; -1: not recorded
 
     def joined(self, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -83,6 +85,7 @@ def to_tensors(
     positions = np.zeros((len(rows), width), np.int64)
     segments = np.full((len(rows), width), -1, np.int64)
     select, ordered, contents, experts = [], list[Sample](), list[Tokens](), dict[tuple[int, int], np.ndarray]()
+    first_tokens: list[int] = []
     for r, row in enumerate(rows):
         start = 0
         for i, key in enumerate(row):
@@ -92,6 +95,7 @@ def to_tensors(
             positions[r, start : start + length] = np.arange(length)
             segments[r, start : start + length] = i
             select.append(r * width + start + np.arange(first - 1, length - 1))
+            first_tokens.append(r * width + start)
             ordered.append(sample)
             contents.append(content)
             if content.experts is not None:
@@ -124,6 +128,7 @@ def to_tensors(
         starts=starts,
         longest=longest,
         is_padding=is_padding,
+        spans=(tuple(first_tokens), tuple(content.size for content in contents)),
         experts_RWLK=_experts(experts, len(rows), width, device),
     )
 
@@ -163,6 +168,7 @@ class LogprobModel(nn.Module):
         self.varlen = varlen.usable(network, compute.device, compute.dtype)
         self.traits = traits_of(network.config)
         self.routers = routers_of(network) if self.replays else None
+        self.recurrence = Recurrence(network) if self.traits.recurrent else None
         self.attention = implementation(network.config)  # of rows with a mask
         attention.register()
         for power in range(1, compute.context.bit_length()):
@@ -170,7 +176,7 @@ class LogprobModel(nn.Module):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        return cast(Sequence[nn.Module], self.network.get_decoder().layers)
+        return cast(Sequence[nn.Module], decoder_of(self.network).layers)
 
     @property
     def hidden_size(self) -> int:
@@ -196,11 +202,15 @@ class LogprobModel(nn.Module):
         return context.choose_method(self.network.config, size, compute.tensor_size, compute.context_attention)
 
     def forward(self, packed: Packed) -> tuple[Tensor, ...]:
-        decoder = self.network.get_decoder()
+        decoder = decoder_of(self.network)
         # Layers that are computed again in the backward pass read these then: they stay until the next forward pass.
         if self.routers is not None:
             given = packed.experts_RWLK if self.replays else None
             self.routers.given = None if given is None else given.flatten(0, 1)
+        if self.recurrence is not None:
+            one_per_row = packed.mask_R1WW is None and packed.starts is None
+            shape, device = packed.tokens_RW.shape, packed.tokens_RW.device
+            self.recurrence.samples = None if one_per_row else Samples(shape, *packed.spans, device)
         decoder.config._attn_implementation = self.attention if packed.starts is None else attention.NAME
         hidden = decoder(use_cache=False, **self._inputs(packed)).last_hidden_state
         return self._outputs(hidden.flatten(0, 1)[packed.select_S], packed)
@@ -211,7 +221,7 @@ class LogprobModel(nn.Module):
         if packed.starts is not None:
             inputs |= {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest, "sharing": packed.sharing}
         elif packed.mask_R1WW is not None:
-            inputs["attention_mask"] = self._masks(packed.mask_R1WW)
+            inputs["attention_mask"] = self._masks(packed.mask_R1WW, positions_RW=packed.positions_RW)
         else:  # one sample per row: transformers makes positions and mask
             return inputs
         return {**inputs, "position_ids": packed.positions_RW}
@@ -231,12 +241,13 @@ class LogprobModel(nn.Module):
         asked = packed.targets_S, packed.temperature_S, packed.sampling_mask
         return token_logprobs(in_chunks, hidden_SD, weight_VD, *asked)
 
-    def _masks(self, mask_R1WW: Tensor, blocks_R1WW: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+    def _masks(self, mask_R1WW: Tensor, blocks_R1WW: Tensor | None = None, positions_RW: Tensor | None = None) -> Any:
         """The mask of each kind of layer, from that of full attention within samples. Without a mask (one sample per
         row), transformers makes them."""
         at_W1 = torch.arange(mask_R1WW.shape[-1], device=mask_R1WW.device)[:, None]
         dtype = self.network.get_input_embeddings().weight.dtype  # under FSDP, the dtype of this forward pass
-        return as_argument(self.traits.masks(mask_R1WW, at_W1, dtype, blocks_R1WW))
+        at = None if positions_RW is None else (positions_RW[:, None, :, None], positions_RW[:, None, None, :])
+        return self.traits.as_argument(self.traits.masks(mask_R1WW, at_W1, dtype, blocks_R1WW, at))
 
     def _score(self, logits_SV: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         logits_SV = self.traits.scaled(logits_SV.float()) / packed.temperature_S[:, None]

@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from gcore.models.decoders import decoder_of
 from gcore.types import UserError
 
 KEY = "placement.trainer.tensor_parallel"
@@ -37,7 +38,7 @@ def split(network: Any, mesh: DeviceMesh) -> tuple[str, ...]:
     """Split the layers in place over the ranks of the mesh, before they are sharded. Returns the names of parameters
     whose gradients must be summed over these ranks: each rank has only the gradient of its own heads."""
     check(network.config, mesh.size())
-    plan, decoder, summed = _layer_plan(network.config), network.get_decoder(), list[str]()
+    plan, decoder, summed = _layer_plan(network.config), decoder_of(network), list[str]()
     body = next(name for name, module in network.named_modules() if module is decoder)
     for name, module in list(decoder.named_modules()):
         style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)

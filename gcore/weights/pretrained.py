@@ -25,6 +25,7 @@ from gcore.types import UserError
 
 log = logging.getLogger(__name__)
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SCALES = "_scale_inv"  # after the name of a tensor in FP8: what its blocks are multiplied with
 Part = tuple[slice, ...]  # one slice per dimension: (slice(8, 16), slice(0, 64))
 Read = Callable[[str, Part], Tensor]  # a part of the parameter or buffer of this name
 ROWS_AT_ONCE = 4096  # of two tensors that are compared
@@ -32,22 +33,42 @@ ROWS_AT_ONCE = 4096  # of two tensors that are compared
 
 class WeightFiles:
     """The tensors in the safetensors of a Hugging Face folder, by name; none if it has no safetensors. Files are
-    mapped: of a tensor, only the parts that are used are read."""
+    mapped: of a tensor, only the parts that are used are read. One in FP8 is read with its scales, one per block."""
 
     def __init__(self, folder: Path) -> None:
         index = folder / INDEX
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
         files = [safe_open(folder / name, "pt") for name in sorted(names) if (folder / name).is_file()]
         self._where: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._where.items()}
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._where.items()}
+        self._in_fp8 = {name for name in shapes if name + SCALES in shapes}
+        self._block = fp8_block(folder) if self._in_fp8 else (1, 1)
+        self.shapes = {name: shape for name, shape in shapes.items() if not name.endswith(SCALES)}
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        """The tensor, or a part of it, in the dtype of the file."""
+        """The tensor, or a part of it, in the dtype of the file; of one in FP8, in float32."""
+        if name in self._in_fp8:
+            return self._dequantised(name, part or tuple(slice(0, edge) for edge in self.shapes[name]))
         if not part:
             tensor: Tensor = self._where[name].get_tensor(name)
             return tensor
         piece: Tensor = self._where[name].get_slice(name)[part]
         return piece
+
+    def _dequantised(self, name: str, part: Part) -> Tensor:
+        scales: Tensor = self._where[name + SCALES].get_tensor(name + SCALES).float()
+        for axis, block in zip((-2, -1), self._block, strict=True):
+            scales = scales.index_select(axis, torch.arange(*part[axis].indices(self.shapes[name][axis])) // block)
+        whole: Tensor = self._where[name].get_slice(name)[part].float() * scales[part[:-2]]
+        return whole
+
+
+def fp8_block(folder: Path) -> tuple[int, int]:
+    """Rows and columns of a weight that share a scale."""
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
+    rows, columns = config.get("weight_block_size") or (128, 128)
+    return rows, columns
 
 
 def stored_tensors(network: Any) -> dict[str, Tensor]:

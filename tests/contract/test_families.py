@@ -32,6 +32,7 @@ from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 CPU = torch.device("cpu")
 VOCABULARY, WINDOW, LAYERS = 48, 5, 4
 CLOSE = 2e-5
+CLOSE_DELTA = 5e-5  # the delta rule in float32, in chunks or step by step: transformers differs from itself as much
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -111,7 +112,144 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "granitemoe": family("GraniteMoeConfig", logits_scaling=2.0, **EXPERTS),
     "granite": family("GraniteConfig", logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.7),
 }
+GDN = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+}
+HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 4,
+}
+CONV = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "conv_L_cache": 3}
+SHARED = {"shared_expert_intermediate_size": 24}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "qk_head_dim": 12,
+    "head_dim": 4,
+    "v_head_dim": 8,
+    "index_head_dim": 8,
+    "index_n_heads": 16,
+    "index_topk": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+TODAY: dict[str, Callable[[], Any]] = {
+    "qwen3_next": family("Qwen3NextConfig", head_dim=8, layer_types=HYBRID, **GDN, **QWEN_EXPERTS, **SHARED),
+    "qwen3_5": family("Qwen3_5TextConfig", head_dim=8, layer_types=HYBRID, **GDN),
+    "qwen3_5_moe": family("Qwen3_5MoeTextConfig", head_dim=8, layer_types=HYBRID, **GDN, **QWEN_EXPERTS, **SHARED),
+    "olmo_hybrid": family("OlmoHybridConfig", head_dim=8, layer_types=HYBRID, **GDN),
+    "kimi_linear": family(
+        "KimiLinearConfig",
+        layer_types=HYBRID,
+        num_key_value_heads=4,
+        head_dim=4,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        qk_head_dim=12,
+        v_head_dim=8,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        linear_conv_kernel_dim=3,
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=24,
+    ),
+    "minimax": family("MiniMaxConfig", head_dim=8, layer_types=HYBRID, block_size=4, **EXPERTS),
+    "nemotron_h": family(
+        "NemotronHConfig",
+        head_dim=8,
+        layer_types=["linear_attention", "moe", "full_attention", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        conv_kernel=3,
+        chunk_size=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+    ),
+    "falcon_h1": family("FalconH1Config", head_dim=8, mamba_d_ssm=64, **MAMBA),
+    "bamba": family("BambaConfig", attn_layer_indices=[1, 3], **MAMBA),
+    "granitemoehybrid": family(
+        "GraniteMoeHybridConfig", layer_types=HYBRID, shared_intermediate_size=24, **EXPERTS, **MAMBA
+    ),
+    "jamba": family(
+        "JambaConfig",
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=8,
+        mamba_d_conv=3,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    "mamba2": family(
+        "Mamba2Config", num_heads=8, head_dim=8, state_size=8, n_groups=1, expand=2, conv_kernel=3, chunk_size=4
+    ),
+    "gemma3n": family(
+        "Gemma3nTextConfig",
+        head_dim=8,
+        intermediate_size=[48] * LAYERS,
+        layer_types=MIXED,
+        sliding_window=WINDOW,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * LAYERS,
+        altup_num_inputs=2,
+    ),
+    "gemma4": family(
+        "Gemma4TextConfig",
+        head_dim=8,
+        global_head_dim=8,
+        layer_types=MIXED,
+        sliding_window=WINDOW,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+    ),
+    "llama4": family(
+        "Llama4TextConfig",
+        head_dim=8,
+        intermediate_size_mlp=48,
+        attention_chunk_size=WINDOW,
+        layer_types=["chunked_attention", "full_attention"] * (LAYERS // 2),
+        no_rope_layers=[1, 0] * (LAYERS // 2),
+        **EXPERTS,
+    ),
+    "deepseek_v32": family("DeepseekV32Config", **MLA),
+    "glm_moe_dsa": family("GlmMoeDsaConfig", **MLA),
+    "lfm2": family("Lfm2Config", **CONV),
+    "lfm2_moe": family("Lfm2MoeConfig", num_experts=4, moe_intermediate_size=24, num_dense_layers=1, **CONV),
+}
+FAMILIES |= TODAY
+SAME_BITS = ("qwen3_5", "olmo_hybrid", "falcon_h1", "bamba", "mamba2", "lfm2", "gemma3n", "gemma4", "llama4")
+DELTA_RULE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear")
 SOFT_CAPPED = ("gemma2", "vaultgemma")
+
+
+def close(name: str) -> float:
+    return CLOSE_DELTA if name in DELTA_RULE else CLOSE
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +271,10 @@ def save(config: Any, folder: Path, kind: Any = AutoModelForCausalLM) -> None:
     network = kind.from_config(config)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if parameter.dim() > 1:
+            if "linear_attn" in name and parameter.dim() > 1:
+                # its float32 sums, step by step or in chunks, differ by 2e-4 with the weights of other layers here
+                parameter.normal_(std=parameter.shape[-1] ** -0.5 * 0.4)
+            elif parameter.dim() > 1:
                 parameter.normal_(std=0.4 if "embed" in name or "head" in name else parameter.shape[-1] ** -0.5 * 1.2)
             elif "sinks" in name or name.endswith("bias"):
                 parameter.normal_(std=0.5)
@@ -206,7 +347,7 @@ def test_trainer_packed_and_alone_is_the_plain_forward_pass(name, folders):
     for want, *got in zip(expected, packed, alone, strict=True):
         assert want.std() > 0.1 or len(want) < 4
         for found in got:
-            assert (found - want).abs().max() < CLOSE
+            assert (found - want).abs().max() < close(name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -221,7 +362,18 @@ def test_engine_samples_with_the_logprobs_of_the_plain_forward_pass(name, folder
             want = plain(
                 network, np.concatenate([prompt, completion.content.tokens_S]), len(completion.content.tokens_S)
             )
-            assert np.abs(completion.logprobs_S - want.numpy()).max() < CLOSE
+            assert np.abs(completion.logprobs_S - want.numpy()).max() < close(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2", "minimax", "deepseek_v32", "llama4", "gemma3n"])
+def test_states_go_from_chunk_to_chunk_of_a_long_prompt(name, folders, monkeypatch):
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 32)
+    monkeypatch.setattr(embedded, "PREFILL_CHUNK", 16)
+    prompt, network = np.random.default_rng(1).integers(3, VOCABULARY, 71), reference(folders(name), name)
+    for completion in generated(ours(folders(name)), [prompt, prompt], [12, 12]):
+        with torch.no_grad():
+            want = plain(network, np.concatenate([prompt, completion.content.tokens_S]), 12)
+        assert np.abs(completion.logprobs_S - want.numpy()).max() < close(name)
 
 
 @pytest.mark.parametrize("name", ["qwen2-mixed", "mistral", "mistral-full", "gemma2", "gemma3", "granite"])
@@ -248,7 +400,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(name, folders, monkeypatch):
     assert (again.logprobs_S == found[1].logprobs_S).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2-mixed", "phi3", "gemma2", "gemma3", "gpt_oss", "cohere2", "granite"])
+@pytest.mark.parametrize("name", ["qwen2-mixed", "phi3", "gemma2", "gemma3", "gpt_oss", "cohere2", "granite", *TODAY])
 def test_gradients_are_those_of_the_plain_forward_pass(name, folders):
     samples = samples_of([(9, 14), (3, 20), (17, 6)])
     network, policy = reference(folders(name), name), LogprobModel(ours(folders(name))).train()
@@ -256,12 +408,15 @@ def test_gradients_are_those_of_the_plain_forward_pass(name, folders):
     torch.cat(trained(policy, samples, ((0, 2), (1,)), 48)).sum().backward()
     wanted = dict(network.named_parameters())
     for key, parameter in policy.network.named_parameters():
+        if wanted[key].grad is None:
+            assert ".indexer." in key and parameter.grad is None, key  # chooses, without a gradient
+            continue
         assert parameter.grad is not None, key
         scale = float(wanted[key].grad.abs().max())
         assert float((parameter.grad - wanted[key].grad).abs().max()) <= 1e-4 * scale + 1e-6, key
 
 
-@pytest.mark.parametrize("name", ["qwen2-mixed", "mistral", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2-mixed", "mistral", "phi3", "gemma3", *SAME_BITS])
 def test_company_changes_no_bit_of_a_sample(name, folders):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, VOCABULARY, n) for n in (1, 7, 23, 40, 65)]
@@ -322,17 +477,16 @@ def refused(config: Any, folder: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (family("Llama4TextConfig"), "layers of kind chunked_attention"),
-        (family("Qwen3NextConfig"), "layers of kind linear_attention"),
         (family("MambaConfig"), "layers of kind linear_attention"),
-        (family("Lfm2Config", layer_types=["conv", "full_attention"] * 2), "layers of kind conv"),
+        (family("LlamaConfig", layer_types=["conv", "full_attention"] * 2), "layers of kind conv"),
         (family("Dots1Config", layer_types=MIXED, sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("LlamaConfig", layer_types=MIXED, sliding_window=7), "sliding_attention (sliding_window=7)"),
+        (family("MiniMaxConfig", layer_types=HYBRID, sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("PhimoeConfig", sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("NanoChatConfig"), "scales its logits (final_logit_softcapping=15.0)"),
         (family("Gemma3TextConfig", use_bidirectional_attention=True), "attends to later tokens"),
         (lambda: transformers.LlavaNextConfig(), "has more than a text decoder"),
-        (family("LlamaConfig", quantization_config={"quant_method": "mxfp4"}), "quantised weights (mxfp4)"),
+        (family("LlamaConfig", quantization_config={"quant_method": "gptq", "bits": 4}), "quantised weights (gptq;"),
     ],
 )
 def test_what_is_not_compared_is_refused_before_weights_are_read(config, why, tmp_path):

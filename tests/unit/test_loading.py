@@ -29,7 +29,10 @@ from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import config_of, load_tokenizer
 
 CPU = torch.device("cpu")
-CONVERTED = {"qwen2_moe", "qwen3_moe", "mixtral", "granitemoe"}  # experts are stored one by one, or under other names
+CONVERTED = {  # experts or convolutions are stored one by one, or under other names
+    *("qwen2_moe", "qwen3_moe", "mixtral", "granitemoe", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"),
+    *("minimax", "nemotron_h", "granitemoehybrid", "jamba", "deepseek_v32", "glm_moe_dsa", "lfm2_moe"),
+}
 
 
 def path_of(folder: Path) -> Model:
