@@ -123,7 +123,7 @@ class Runner:
         (batch,) = make_layout([meta_of(s) for s in samples], step=number, objective="policy", **layout)
         batch = dataclasses.replace(batch, advantages={s.key: s.reward or 0.0 for s in samples})
         await self.trainer.push(0, samples)
-        await self.trainer.prepare(batch)
+        await self.trainer.compute_logprobs(batch)
         self.norms.append((await self.trainer.update(batch)).grad_norm)
         self.ends.append(time.perf_counter())
 
@@ -205,7 +205,7 @@ async def measure(args: argparse.Namespace, device: torch.device) -> dict[str, A
 
     async def variant(every: int, asynchronous: bool) -> Runner:
         trainer = trainer_of(config_of(args, asynchronous), device, args.threads)
-        await trainer.begin()
+        await trainer.end_warm_start()
         shutil.rmtree(folder, ignore_errors=True)
         runner = Runner(args, trainer, folder)
         await runner.run(every, asynchronous)

@@ -57,7 +57,7 @@ from gcore.cost.workload import CostModel
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.generation.routing import Router, limits_of, own_replicas
-from gcore.launch.user_code import make_scoring
+from gcore.launch.user_code import make_advantage_settings
 from gcore.preparation.advantages import advantages_of, with_advantages
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import make_samples, meta_of
@@ -337,7 +337,9 @@ class Program:
         )
         _, batches = await self.dispatcher.dispatch_samples(number, samples)
         kl = await self.dispatcher.compute_logprobs(batches) if self.config.needs_passes else []
-        batches, _ = await with_advantages(batches, collected.groups, make_scoring(self.config), self.group, kl)
+        batches, _ = await with_advantages(
+            batches, collected.groups, make_advantage_settings(self.config), self.group, kl
+        )
         await self.dispatcher.update(batches)
         return len(samples)
 
@@ -369,7 +371,7 @@ class Program:
 
     async def _train_columns(self, number: int, groups: list[list[Scored]]) -> int:
         algorithm = self.config.algorithm
-        advantages, _ = advantages_of(groups, make_scoring(self.config), {})
+        advantages, _ = advantages_of(groups, make_advantage_settings(self.config), {})
         samples = make_samples(groups, algorithm, 0)
         batches = make_layout(
             [meta_of(s) for s in samples],

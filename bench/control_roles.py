@@ -380,10 +380,10 @@ class Host:
 
 def make_decoder() -> Any:
     from gcore.config.base import Model
-    from gcore.content.decoding import TextDecoder
+    from gcore.content.decoding import Detokenizer
     from gcore.prompts.tokenizer import load_tokenizer
 
-    return TextDecoder(load_tokenizer(Model.model_validate({"build": {"alphabet": ALPHABET, "max_length": 64}})))
+    return Detokenizer(load_tokenizer(Model.model_validate({"build": {"alphabet": ALPHABET, "max_length": 64}})))
 
 
 # ---- what is counted -------------------------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ class MeteredHandle:
 
 
 class MeteredGroup:
-    """Implements protocols.Group: counts the collectives of a controller."""
+    """Implements protocols.ControllerGroup: counts the collectives of a controller."""
 
     def __init__(self, group: Any, meter: Meter) -> None:
         self.rank, self.size, self._group, self._meter = group.rank, group.size, group, meter

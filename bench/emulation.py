@@ -48,7 +48,7 @@ from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.grid import POLICY, Split, all_splits, shares, split_by  # noqa: E402
 from gcore.simulate.cluster import SimulatedRollout, Simulation, expected_view, first_state  # noqa: E402
 from gcore.simulate.run import rule_of, simulate  # noqa: E402
-from gcore.simulate.scenario import Draw, Scenario, load_scenario  # noqa: E402
+from gcore.simulate.scenario import GroupDraw, Scenario, load_scenario  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
 SCENARIOS = Path(__file__).with_suffix(".yaml")
@@ -83,7 +83,7 @@ class Load:
             for digits, good in zip(self.digits, self.good, strict=True):
                 out.write(json.dumps({"prompt": "".join(map(str, digits)), "answer": "0", "good": bool(good)}) + "\n")
 
-    def draw(self, cursor: int) -> Draw:
+    def draw(self, cursor: int) -> GroupDraw:
         """The same noise keys as in a run: see workflows/context.py and rewarding/judge.py."""
         scenario, row = self.scenario, cursor % self.rows
         judge, seed = scenario.judges[0], scenario.seed
@@ -96,7 +96,7 @@ class Load:
             ]
             for key in ((judge.name, cursor, s) for s in range(scenario.samples))
         ]
-        return Draw(tokens, {judge.name: verdicts}, bool(self.good[row]))
+        return GroupDraw(tokens, {judge.name: verdicts}, bool(self.good[row]))
 
     def _tokens(self, prompt: np.ndarray, key: int) -> int:
         return min(self.scenario.lengths.longest, self.lengths(_request(prompt, key)))
@@ -131,7 +131,7 @@ class SameWork:
     step: int
     load: Load
 
-    def __getitem__(self, cursor: int) -> Draw:
+    def __getitem__(self, cursor: int) -> GroupDraw:
         return self.load.draw(cursor)
 
 

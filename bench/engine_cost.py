@@ -180,10 +180,10 @@ async def longest_block(work: Callable[[], Any]) -> tuple[float, float]:
 def texts(num_responses: int, tokens: int) -> list[dict[str, Any]]:
     import numpy as np
 
-    from gcore.content.decoding import TextDecoder
+    from gcore.content.decoding import Detokenizer
 
     tokenizer, rng, group = make_tokenizer(), np.random.default_rng(0), 8
-    decoder = TextDecoder(tokenizer)
+    decoder = Detokenizer(tokenizer)
     responses = [rng.integers(1, len(tokenizer), tokens).astype(np.int32) for _ in range(num_responses)]
     groups = [responses[i : i + group] for i in range(0, num_responses, group)]
 

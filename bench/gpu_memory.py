@@ -137,7 +137,7 @@ def measure_trainer(part: str, args: argparse.Namespace) -> None:
             await rank.weight_bucket(index, receivers)
 
     async def steps() -> None:
-        await rank.begin()
+        await rank.end_warm_start()
         await send()
         done("start", began)
         for step in (1, 2):

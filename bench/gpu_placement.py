@@ -39,7 +39,7 @@ from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.baselines import ColocatedRule  # noqa: E402
 from gcore.placement.grid import POLICY, Split  # noqa: E402
 from gcore.simulate.cluster import SimulatedRollout, Simulation, first_state  # noqa: E402
-from gcore.simulate.scenario import Draw, Scenario, Speed  # noqa: E402
+from gcore.simulate.scenario import GroupDraw, Scenario, Speed  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
 ALPHABET = "0123456789" + "".join(map(chr, range(0x4E00, 0x4E00 + 4000)))  # many: a random judge rarely samples the end
@@ -216,9 +216,9 @@ class SameWork:
     step: int
     work: Work
 
-    def __getitem__(self, number: int) -> Draw:
+    def __getitem__(self, number: int) -> GroupDraw:
         tokens = self.work.lengths(number)
-        return Draw(tokens, {JUDGE: [[self.work.verdict]] * len(tokens)}, True)
+        return GroupDraw(tokens, {JUDGE: [[self.work.verdict]] * len(tokens)}, True)
 
 
 def scenario_of(work: Work, config: Config, gpu: str, speeds: dict[str, dict[str, float]] | None) -> Scenario:

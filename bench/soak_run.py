@@ -218,10 +218,10 @@ def damaged_files(folder: Path, steps: int) -> list[str]:
         problems.append(f"trace.json: {error}")
     if not (folder / "report.html").is_file():
         problems.append("there is no report.html")
-    checkpoints = memory.complete(folder)
+    checkpoints = memory.complete_checkpoints(folder)
     if not checkpoints or checkpoints[-1].name != f"step_{steps}":
         problems.append(f"there is no checkpoint of step {steps}")
-    problems += [f"{path.name}: {name} is damaged" for path in checkpoints if (name := store.damage(path))]
+    problems += [f"{path.name}: {name} is damaged" for path in checkpoints if (name := store.first_damaged_file(path))]
     problems += [f"{path.name} is left" for path in folder.glob("*.partial")]
     return problems
 

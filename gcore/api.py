@@ -66,7 +66,7 @@ class Result:
     @property
     def checkpoints(self) -> list[Path]:
         """Complete ones, oldest first."""
-        return store.complete(self.folder)
+        return store.complete_checkpoints(self.folder)
 
     @property
     def best(self) -> Path | None:

@@ -68,9 +68,9 @@ class TrainerClient(Client):
 
     __slots__ = ()
     info = RemoteMethod(Trainer.info)
-    begin = RemoteMethod(Trainer.begin)
+    end_warm_start = RemoteMethod(Trainer.end_warm_start)
     push = RemoteMethod(Trainer.push)
-    prepare = RemoteMethod(Trainer.prepare)
+    compute_logprobs = RemoteMethod(Trainer.compute_logprobs)
     column = RemoteMethod(Trainer.column)
     take_column = RemoteMethod(Trainer.take_column)
     update = RemoteMethod(Trainer.update)

@@ -1,7 +1,7 @@
 """The interfaces between processes, and the small values that they exchange.
 
 driver ──start──> Runtime ──> Controller ──call──> Engine, Scorer, Trainer  (Handle: a role behind RPC)
-                                  └──all_gather──> other controllers                       (Group: metadata only)
+                                  └──all_gather──> other controllers             (ControllerGroup: metadata only)
 
 A *role* is a kind of process: engine, judge, scorer, trainer, critic, controller. A *replica* is one process of a role.
 Every call between processes is async, and every role has its own event loop. clients.py has a typed client per role.
@@ -302,13 +302,13 @@ class Trainer(Protocol):
 
     async def info(self) -> TrainerInfo: ...
 
-    async def begin(self) -> None:
+    async def end_warm_start(self) -> None:
         """Start reinforcement learning from the current weights: they are the KL reference; the optimizer is reset."""
 
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
         """Store the samples that controller `source` has for this rank."""
 
-    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
+    async def compute_logprobs(self, batch: TrainBatch) -> Mapping[Key, float]:
         """Compute logprobs of the policy before the update and of the reference model, and values of the critic, as far
         as the algorithm needs them. Returns the KL of each sample of this rank, if siblings are compared by reward -
         KL; else an empty mapping."""
@@ -338,8 +338,8 @@ class Trainer(Protocol):
 
     async def abandon(self) -> None: ...  # drops the snapshot; a `write` that runs is stopped
 
-    async def load(self, folder: str, begun: bool = True) -> None:
-        """Bring the rank to what `write` wrote. `begun`: False for the warm start, which ends with `begin`."""
+    async def load(self, folder: str, after_warm_start: bool = True) -> None:
+        """Bring the rank to what `write` wrote. `after_warm_start`: False during it, see `end_warm_start`."""
 
 
 class Controller(Protocol):
@@ -365,7 +365,7 @@ class Controller(Protocol):
     async def go_on(self, stop: bool) -> None: ...  # after `finished_step`. `stop`: the run ends
 
 
-class Group(Protocol):
+class ControllerGroup(Protocol):
     """Communication among the controllers. A timeout reports the name of the collective and the missing ranks."""
 
     rank: int
@@ -379,7 +379,7 @@ class Group(Protocol):
 
     async def barrier(self, name: str) -> None: ...  # returns when all members have called it
 
-    def subgroup(self) -> Group:
+    def subgroup(self) -> ControllerGroup:
         """An independent group of the same members. All members must create their subgroups in the same order."""
 
 

@@ -37,11 +37,11 @@ def locate(path: Path) -> tuple[Path, Path]:
         raise UserError(f"{path}: no such folder; expected runs/NAME or runs/NAME/step_N")
     if (path / store.MANIFEST).is_file():
         return path.parent, store.verify(path)
-    while found := store.complete(path):
-        if (name := store.damage(found[-1])) is None:
+    while found := store.complete_checkpoints(path):
+        if (name := store.first_damaged_file(found[-1])) is None:
             return path, found[-1]
         if (found[-1] / store.MANIFEST).is_file():
-            raise store.damaged(found[-1], name)  # else the run has deleted it, and has a newer one
+            raise store.damage_error(found[-1], name)  # else the run has deleted it, and has a newer one
     raise UserError(f"{path}: no complete checkpoint there; expected runs/NAME or runs/NAME/step_N")
 
 

@@ -58,9 +58,9 @@ def close_memory(run_folder: Path) -> None:
         (run_folder / LINK).unlink()
 
 
-def complete(run_folder: Path) -> list[Path]:
+def complete_checkpoints(run_folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first. If one step has two, that on disk comes after that in memory."""
-    return sorted([*_in_memory(run_folder), *store.complete(run_folder)], key=store.position)
+    return sorted([*_in_memory(run_folder), *store.complete_checkpoints(run_folder)], key=store.position)
 
 
 def candidates(resume: str, run_folder: Path) -> list[Path]:
@@ -68,7 +68,7 @@ def candidates(resume: str, run_folder: Path) -> list[Path]:
     if resume == "never":
         return []
     if resume == "auto":
-        return complete(run_folder)[::-1]
+        return complete_checkpoints(run_folder)[::-1]
     if not (Path(resume) / store.MANIFEST).is_file():
         raise UserError(
             f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N or warm_N)"
@@ -87,7 +87,7 @@ def drop(run_folder: Path) -> None:
 
 
 def _in_memory(run_folder: Path) -> list[Path]:
-    return store.complete(run_folder / LINK) if _held(run_folder) is not None else []
+    return store.complete_checkpoints(run_folder / LINK) if _held(run_folder) is not None else []
 
 
 def _held(run_folder: Path) -> Path | None:

@@ -48,7 +48,7 @@ class Remote:
         for name in [name for name in names if name != store.MANIFEST] + [store.MANIFEST]:
             self._files.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
             self._files.put_file(str(checkpoint / name), f"{target}/{name}")
-        kept = {path.name for path in store.complete(checkpoint.parent)}
+        kept = {path.name for path in store.complete_checkpoints(checkpoint.parent)}
         for name in self._all_names():  # also of copies that a kill has left incomplete
             if name not in kept:
                 self._delete(f"{self._root}/{name}")
@@ -66,7 +66,7 @@ class Remote:
 
     def fetch(self, folder: Path) -> Path | None:
         """Bring the newest copy into the run folder, if it is newer than the checkpoints there. None: nothing to do."""
-        names, have = self.names(), store.complete(folder)
+        names, have = self.names(), store.complete_checkpoints(folder)
         if not names or (have and store.position(have[-1]) >= store.position(Path(names[-1]))):
             return None
         partial = folder / f"{names[-1]}.partial"

@@ -38,7 +38,7 @@ def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
         what = f"step {step}" if kind == "step" else f"warm start step {step}"
-        last = complete(folder)[-1:]
+        last = complete_checkpoints(folder)[-1:]
         kept = f"the last complete checkpoint, {last[0].name}, is kept" if last else "no earlier checkpoint is there"
         raise UserError(
             f"{folder}: checkpoint of {what} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; {kept} "
@@ -131,7 +131,7 @@ def retain(newest: Path, last: int, every: int = 0, best: int = 0) -> None:
     """Delete checkpoints, with their exports, except the `last` newest ones, the steps that are multiples of `every`,
     and the `best` ones by score. `newest` was just saved: it is kept, even if checkpoints of later steps are left from
     an earlier run."""
-    checkpoints = complete(newest.parent)
+    checkpoints = complete_checkpoints(newest.parent)
     others = [path for path in checkpoints if path != newest]
     kept = {newest, *others[max(0, len(others) - last + 1) :]}
     if every:
@@ -155,7 +155,7 @@ def retain(newest: Path, last: int, every: int = 0, best: int = 0) -> None:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def complete(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
     found = [p for name in KINDS for p in folder.glob(f"{name}_*") if p.name[5:].isdigit()]
     return sorted((p for p in found if (p / MANIFEST).is_file()), key=position)
@@ -178,7 +178,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         return {}
 
 
-def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
+def first_damaged_file(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     """The first file that differs from the manifest; None if there is none. `part`: check only this share of the files,
     because that takes long. UserError if the checkpoint has another format."""
     manifest = read_manifest(checkpoint)
@@ -212,12 +212,12 @@ def _check_format(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
 
 def verify(checkpoint: Path) -> Path:
     """Check that every file has the size and checksum of the manifest. UserError if not."""
-    if (name := damage(checkpoint)) is not None:
-        raise damaged(checkpoint, name)
+    if (name := first_damaged_file(checkpoint)) is not None:
+        raise damage_error(checkpoint, name)
     return checkpoint
 
 
-def damaged(checkpoint: Path, name: str) -> UserError:
+def damage_error(checkpoint: Path, name: str) -> UserError:
     return UserError(
         f"{checkpoint / name}: damaged or missing; use an older checkpoint, or run.resume=auto, which does (key: "
         "run.resume)"

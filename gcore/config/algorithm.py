@@ -22,7 +22,7 @@ LOSSES = ("ppo", "gspo", "cispo", "sapo", "reinforce")
 
 
 @dataclass(frozen=True, slots=True)
-class Estimator:
+class EstimatorNeeds:
     """What an estimator needs, beside its function of a group (preparation/advantages.py)."""
 
     siblings: bool = True  # compares the samples of a prompt: at least 2
@@ -35,18 +35,18 @@ class Estimator:
 
 
 ESTIMATORS = {
-    "grpo": Estimator(),
-    "dr_grpo": Estimator(),
-    "rloo": Estimator(),
-    "opo": Estimator(),
-    "gpg": Estimator(rescale=True),
-    "gdpo": Estimator(whiten=True),
-    "reinforce_pp": Estimator(siblings=False, whiten=True, step_rewards=True),
-    "reinforce_pp_baseline": Estimator(whiten=True),
-    "remax": Estimator(siblings=False, greedy=True, step_rewards=True),
-    "gae": Estimator(siblings=False, whiten=True, step_rewards=True, critic=True),
+    "grpo": EstimatorNeeds(),
+    "dr_grpo": EstimatorNeeds(),
+    "rloo": EstimatorNeeds(),
+    "opo": EstimatorNeeds(),
+    "gpg": EstimatorNeeds(rescale=True),
+    "gdpo": EstimatorNeeds(whiten=True),
+    "reinforce_pp": EstimatorNeeds(siblings=False, whiten=True, step_rewards=True),
+    "reinforce_pp_baseline": EstimatorNeeds(whiten=True),
+    "remax": EstimatorNeeds(siblings=False, greedy=True, step_rewards=True),
+    "gae": EstimatorNeeds(siblings=False, whiten=True, step_rewards=True, critic=True),
 }
-OWN_ESTIMATOR = Estimator(siblings=False)  # of a user's function
+OWN_ESTIMATOR = EstimatorNeeds(siblings=False)  # of a user's function
 
 
 def _one_of(names: Collection[str]) -> AfterValidator:
@@ -198,7 +198,7 @@ class Algorithm(Section):
         return self.kl_in_reward and self.estimator.step_rewards
 
     @property
-    def estimator(self) -> Estimator:
+    def estimator(self) -> EstimatorNeeds:
         return ESTIMATORS.get(self.adv_estimator, OWN_ESTIMATOR)
 
     @model_validator(mode="after")

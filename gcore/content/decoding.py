@@ -1,6 +1,6 @@
 """Tokens to text, in a thread: the event loop of a controller serves thousands of workflows and must not wait for it.
 
-    await TextDecoder(tokenizer).texts([tokens, ...]) ──> [text, ...]        one thread per process
+    await Detokenizer(tokenizer).texts([tokens, ...]) ──> [text, ...]        one thread per process
 
 A transformers tokenizer holds Python's lock while its library decodes a sequence, so a thread alone would not help: the
 event loop would still wait for every sequence. The library's batch method releases the lock. It is used where it gives
@@ -21,7 +21,7 @@ INLINE_TOKENS = 4096  # less than a millisecond of work
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="text")  # starts at its first use
 
 
-class TextDecoder:
+class Detokenizer:
     """Special tokens are left out of the text. Other threads may encode with the same tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:

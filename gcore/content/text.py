@@ -15,7 +15,7 @@ import numpy as np
 from gcore.config.generation import Generation
 from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.base import Content, Modality
-from gcore.content.decoding import TextDecoder
+from gcore.content.decoding import Detokenizer
 from gcore.content.families import KINDS
 from gcore.content.media import resolve
 from gcore.content.processor import MediaProcessor
@@ -44,7 +44,7 @@ class TextModality:
     ) -> None:
         self._tokenizer, self._max_tokens, self._processor = tokenizer, generation.max_response_length, processor
         self._max_prompt_tokens = max_prompt_length
-        self._decoder = TextDecoder(tokenizer)
+        self._decoder = Detokenizer(tokenizer)
         self._params = SamplingParams(
             generation.max_response_length,
             generation.temperature,

@@ -276,13 +276,13 @@ class Checkpointer:
         own = memory.candidates(resume, self._folder) if group.rank == 0 else []
         candidates: list[Path] = (await group.all_gather("checkpoints to resume from", own))[0]
         for checkpoint in candidates:
-            damage = await asyncio.to_thread(store.damage, checkpoint, group.rank, group.size)
+            damage = await asyncio.to_thread(store.first_damaged_file, checkpoint, group.rank, group.size)
             name = next(filter(None, await group.all_gather(f"{checkpoint.name} verified", damage)), None)
             if name is None:
                 self._parent = checkpoint.name
                 return checkpoint
             if resume != "auto":
-                raise store.damaged(checkpoint, name)
+                raise store.damage_error(checkpoint, name)
             self._status.note(
                 f"{checkpoint / name} is damaged or missing: {checkpoint.name} is renamed to "
                 f"{checkpoint.name}.damaged, and an older checkpoint is used"
@@ -328,7 +328,7 @@ class Checkpointer:
     def set_aside_later(self, position: RunPosition) -> None:
         """On controller 0: rename checkpoints after `position`. The resumed run makes these steps again."""
         reached = store.KINDS.index(position.kind), position.number
-        for checkpoint in memory.complete(self._folder):
+        for checkpoint in memory.complete_checkpoints(self._folder):
             if store.position(checkpoint) > reached:
                 if memory.is_in_memory(checkpoint):
                     memory.drop(self._folder)

@@ -30,7 +30,7 @@ from gcore.controller.run_prompts import Filter, PromptRunner
 from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.curriculum import CurriculumOrder
 from gcore.prompts.source import PromptSource
-from gcore.protocols import Group
+from gcore.protocols import ControllerGroup
 from gcore.types import SampleMeta, Scored, UserError
 from gcore.workflows.context import SharedContext, Workflow
 
@@ -133,7 +133,7 @@ class StepLedger:
 
 async def check_failures(
     config: Config,
-    group: Group,
+    controllers: ControllerGroup,
     note: Callable[[str], None],
     step: int,
     metas: Sequence[SampleMeta],
@@ -144,7 +144,7 @@ async def check_failures(
     sampling, limit = config.sampling, config.rewards.max_error_frac
     failed, decided = collected.failed_globally, collected.decided_globally
     if failed:
-        causes = await group.all_gather(f"failures of step {step}", collected.cause)
+        causes = await controllers.all_gather(f"failures of step {step}", collected.cause)
         cause = next((c for c in causes if c is not None), "unknown")
         if failed / decided > limit or failed == decided:
             raise UserError(
@@ -167,7 +167,7 @@ class Collector:
         self,
         workflow: Workflow,
         shared: SharedContext,
-        group: Group,
+        group: ControllerGroup,
         sampling: Sampling,
         keep: Filter,
         report: Callable[[str], None],

@@ -26,11 +26,11 @@ from gcore.clients import TrainerClient
 from gcore.config.tree import Config
 from gcore.cost.workload import CostModel
 from gcore.modalities.table import kind_of
-from gcore.observe.links import Link, Links, Reach
+from gcore.observe.links import Link, Links, LinkScope
 from gcore.preparation.balance import join_parts, make_layout, num_parts
 from gcore.preparation.samples import meta_of
 from gcore.preparation.step_times import StepTimes
-from gcore.protocols import ExchangedColumn, Group, Metric, TrainerInfo, UpdateStats, add_metrics
+from gcore.protocols import ControllerGroup, ExchangedColumn, Metric, TrainerInfo, UpdateStats, add_metrics
 from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch
 from gcore.weights.transfer import copy_policy
 
@@ -47,7 +47,7 @@ class RankGroup:
         self,
         role: str,
         clients: Sequence[TrainerClient],
-        group: Group,
+        group: ControllerGroup,
         config: Config,
         topology: Topology | None = None,
         links: Links | None = None,
@@ -146,7 +146,7 @@ class Dispatcher:
     def __init__(
         self,
         config: Config,
-        group: Group,
+        group: ControllerGroup,
         trainers: Sequence[TrainerClient],
         topology: Topology | None = None,
         links: tuple[Links, Links] | None = None,
@@ -197,22 +197,24 @@ class Dispatcher:
         await self._group.barrier(f"samples of step {step} at their ranks")
         return metas, batches
 
-    async def begin(self) -> None:
-        await self._trainers.on_all("begin", lambda trainer, _: trainer.begin())
+    async def end_warm_start(self) -> None:
+        await self._trainers.on_all("end_warm_start", lambda trainer, _: trainer.end_warm_start())
         if self._critics is not None:
             if self._config.critic_copies_policy and self._group.rank == 0:
                 await copy_policy(self._trainers.clients, self._critics.clients)
             await self._group.barrier("policy at the critic ranks")
-            await self._critics.on_all("begin", lambda critic, _: critic.begin())
+            await self._critics.on_all("end_warm_start", lambda critic, _: critic.end_warm_start())
 
     async def compute_logprobs(self, batches: Sequence[TrainBatch]) -> list[Mapping[Key, float]]:
         """And values. Arguments of this method and of `update` are lists by data-parallel rank, results are lists by
         rank."""
-        prepare = self._trainers.on_all("prepare", lambda trainer, d: trainer.prepare(batches[d]))
+        prepare = self._trainers.on_all("compute_logprobs", lambda trainer, d: trainer.compute_logprobs(batches[d]))
         if self._critics is None or batches[0].objective != "policy":
             return await prepare
         own_batches = self._critic_batches
-        kl, _ = await asyncio.gather(prepare, self._critics.on_all("prepare", lambda c, d: c.prepare(own_batches[d])))
+        kl, _ = await asyncio.gather(
+            prepare, self._critics.on_all("compute_logprobs", lambda c, d: c.compute_logprobs(own_batches[d]))
+        )
         await asyncio.gather(
             self._send_column("values", (self._critics, own_batches), (self._trainers, batches)),
             self._send_column("penalties", (self._trainers, batches), (self._critics, own_batches)),
@@ -256,7 +258,7 @@ class Dispatcher:
         parts = await self._trainers.on_all("evaluate", lambda trainer, d: trainer.evaluate(batches[d]))
         return add_metrics(*parts)  # ranks with the same samples have the same metrics
 
-    def take_links(self) -> Counter[tuple[Link, Reach]]:
+    def take_links(self) -> Counter[tuple[Link, LinkScope]]:
         """Bytes that this controller has sent to ranks since the last call."""
         return sum((ranks.links.take() for ranks in self._all_ranks), Counter())
 
@@ -275,9 +277,9 @@ class Dispatcher:
         """All ranks start to copy their state; returns the bytes of all."""
         return sum([sum(await ranks.on_all("snapshot", lambda rank, _: rank.snapshot())) for ranks in self._all_ranks])
 
-    async def load(self, folder: Path, begun: bool) -> None:
+    async def load(self, folder: Path, after_warm_start: bool) -> None:
         for ranks in self._all_ranks:
-            await ranks.on_all("load", lambda rank, _: rank.load(str(folder), begun))
+            await ranks.on_all("load", lambda rank, _: rank.load(str(folder), after_warm_start))
 
     @property
     def topology(self) -> dict[str, int]:

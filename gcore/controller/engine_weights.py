@@ -18,7 +18,7 @@ from pathlib import Path
 from gcore.clients import EngineClient, TrainerClient
 from gcore.generation.pool import EnginePool
 from gcore.placement.replica_switch import ReplicaSwitch
-from gcore.protocols import Group, RoleDied, Weights
+from gcore.protocols import ControllerGroup, RoleDied, Weights
 from gcore.weights.transfer import WeightTransfer
 
 
@@ -66,7 +66,7 @@ class EngineWeights:
 
     def __init__(
         self,
-        group: Group,
+        group: ControllerGroup,
         engines: EnginePool,
         trainers: Sequence[TrainerClient],
         switch: ReplicaSwitch | None = None,

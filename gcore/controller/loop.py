@@ -93,7 +93,7 @@ async def prepare(services: Services, step: int, collected: Collected) -> tuple[
         kl = await services.dispatcher.compute_logprobs(batches) if config.needs_passes and batches else []
         if config.objective != "policy":
             return metas, batches
-        filled, measured = await with_advantages(batches, groups, services.scoring, services.controllers, kl)
+        filled, measured = await with_advantages(batches, groups, services.advantage_settings, services.controllers, kl)
         services.status.measured(measured)
         return metas, filled
 

@@ -25,14 +25,14 @@ from gcore.placement.grid import POLICY
 from gcore.placement.guard import DynamicRule, GuardState
 from gcore.placement.placer import PlacedPool, Placer, Progress
 from gcore.placement.replica_switch import ReplicaSwitch
-from gcore.protocols import Group
+from gcore.protocols import ControllerGroup
 
 
 class RolloutPlacement:
     """placement.mode: shared, disaggregated. All engines serve every rollout. `switch`: of engines that sleep while the
     trainer works; `EngineWeights.update` wakes them."""
 
-    def __init__(self, group: Group, engines: EnginePool, switch: ReplicaSwitch | None = None) -> None:
+    def __init__(self, group: ControllerGroup, engines: EnginePool, switch: ReplicaSwitch | None = None) -> None:
         self._group, self._engines, self._switch = group, engines, switch
 
     async def choose_engines(self, rate: float) -> Mapping[int, EngineClient] | None:
@@ -75,7 +75,7 @@ class SlotPlacement(RolloutPlacement):
     def __init__(
         self,
         config: Config,
-        group: Group,
+        group: ControllerGroup,
         pools: Mapping[str, PlacedPool],
         placer: Placer,
         dynamic: DynamicRule,

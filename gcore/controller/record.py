@@ -21,7 +21,7 @@ from gcore.controller.prompt_ledger import REWARD_ERROR, Collected
 from gcore.generation.pool import EnginePool
 from gcore.observe.files import problem
 from gcore.observe.histograms import counted
-from gcore.observe.links import Link, Reach, link_row
+from gcore.observe.links import Link, LinkScope, link_row
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.samples import SampleLog
 from gcore.observe.values import Row
@@ -85,7 +85,7 @@ class Recorder:
             raise UserError(f"{unwritten}; free some space, then run.resume=auto (checkpoint.on_failure=stop)")
         status.finished(step)
 
-    def _take_links(self) -> Counter[tuple[Link, Reach]]:
+    def _take_links(self) -> Counter[tuple[Link, LinkScope]]:
         services = self._services
         pools = [pool for pool in (services.pool, *services.rewarder.pools) if isinstance(pool, EnginePool)]
         return sum((pool.links.take() for pool in pools), services.dispatcher.take_links())

@@ -25,8 +25,8 @@ from gcore.controller.run_prompts import Filter
 from gcore.controller.status import LiveStatus, StepGate
 from gcore.generation.pool import EnginePool
 from gcore.modalities.base import PolicyKind
-from gcore.preparation.advantages import Scoring
-from gcore.protocols import Group, Rewarder
+from gcore.preparation.advantages import AdvantageSettings
+from gcore.protocols import ControllerGroup, Rewarder
 from gcore.workflows.context import SharedContext, Workflow
 
 
@@ -35,12 +35,12 @@ class Services:
     """One per controller. All controllers join the collectives; only controller 0 writes the files of the run."""
 
     config: Config
-    controllers: Group
+    controllers: ControllerGroup
     kind: PolicyKind
     modality: Modality
     workflow: Workflow  # makes the group of a prompt in evaluations, and in training unless it is offline
     group_filter: Filter  # sampling.filter
-    scoring: Scoring  # rewards -> advantages
+    advantage_settings: AdvantageSettings  # rewards -> advantages
     pool: EnginePool  # of the policy
     rewarder: Rewarder
     dispatcher: Dispatcher  # samples -> trainer ranks

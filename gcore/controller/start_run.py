@@ -48,7 +48,7 @@ async def open_run(services: Services) -> int:
         services.evaluator = Evaluator(services, held_out)
         if position.before_training:
             await _warm_start(services, source, position.warmed or 0)
-            await dispatcher.begin()
+            await dispatcher.end_warm_start()
             await _send_first_weights(services, version=0)
     if position.before_training:
         await services.evaluator.evaluate(position.step)

@@ -77,7 +77,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Reach:
+class Efficiency:
     """Efficiency: fractions of the data sheet's numbers that are reached in practice. Sources in hardware.json."""
 
     training: float
@@ -115,7 +115,7 @@ def hardware() -> dict[str, Any]:
 
 
 GPUS = {name: Gpu(name=name, **facts) for name, facts in hardware()["gpus"].items()}
-REACH = Reach(**{name: fact["value"] for name, fact in hardware()["reach"].items()})
+REACH = Efficiency(**{name: fact["value"] for name, fact in hardware()["reach"].items()})
 ENGINE = EngineCosts(**{name: fact["value"] for name, fact in hardware()["engine"].items()})
 
 

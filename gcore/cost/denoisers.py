@@ -1,13 +1,13 @@
 """Diffusion models in `gcore plan --denoiser` and in the scenarios of `gcore simulate`: FLOPs, seconds and bytes.
 
-    shape, pixels, text ──> tokens of a pass ──> FLOPs of a pass ──Gpu, Reach──┬──> plan: seconds of a step by stage
-                                                                              ├──> ReplicaSpeed: a simulated engine
-                                     parameters, activations ──> bytes by part┘
+    shape, pixels, text ──> tokens of a pass ──> FLOPs of a pass ──Gpu, Efficiency──┬──> plan: seconds by stage
+                                                                                    ├──> ReplicaSpeed of simulations
+                                     parameters, activations ──> bytes by part──────┘
 
 A pass has 2 FLOPs per token and parameter of the matrix products, and 4 n^2 width per layer for the attention of its n
 tokens to each other. Generation makes `steps` passes per sample, twice with guidance; training three times as much for
-each trained step (forward and backward), at a lower rate with activation checkpointing (Reach). An estimate: nothing
-here was measured with a diffusion model on a GPU.
+each trained step (forward and backward), at a lower rate with activation checkpointing (Efficiency). An estimate:
+nothing here was measured with a diffusion model on a GPU.
 """
 
 from __future__ import annotations

@@ -282,8 +282,8 @@ async def watch_for_new_nodes(plan: Plan, config: Config, see: Callable[[Config]
         except (UserError, OSError):  # a new node left while it was checked, or fits in no plan: no reason to end a run
             continue
         if grows:
-            before = store.complete(config.run.folder)
-            while store.complete(config.run.folder)[-1:] == before[-1:]:
+            before = store.complete_checkpoints(config.run.folder)
+            while store.complete_checkpoints(config.run.folder)[-1:] == before[-1:]:
                 await asyncio.sleep(NODES_S)
             raise NodesChanged(f"new: {', '.join(node.address for node in new)}")
 

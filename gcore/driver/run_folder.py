@@ -36,7 +36,7 @@ def open_folder(config: Config) -> Path:
     """Create the run's folder. An older run of the same name is renamed, never overwritten. A newer copy at a URL is
     fetched: here and not after a rollback, when copies of later steps are those of an older run."""
     folder = config.run.folder
-    is_new = config.run.resume == "never" or (config.run.resume == "auto" and not memory.complete(folder))
+    is_new = config.run.resume == "never" or (config.run.resume == "auto" and not memory.complete_checkpoints(folder))
     if is_new and os.path.lexists(folder):
         memory.close_memory(folder)
         say(config, f"{folder} existed; it was renamed to {set_aside(folder)}")
@@ -138,11 +138,11 @@ class Restarts:
     def __init__(self, config: Config, budget: RestartBudget) -> None:
         self.budget = budget
         given = config.run.resume not in ("auto", "never")
-        self._others = set(map(_identity, memory.complete(config.run.folder))) if given else set()
+        self._others = set(map(_identity, memory.complete_checkpoints(config.run.folder))) if given else set()
 
     def from_last_checkpoint(self, config: Config) -> Config:
         """The configuration of a restart. Without a checkpoint of its own, the run starts as it did."""
-        if all(_identity(saved) in self._others for saved in memory.complete(config.run.folder)):
+        if all(_identity(saved) in self._others for saved in memory.complete_checkpoints(config.run.folder)):
             return config
         return config.changed("run", resume="auto")
 

@@ -40,7 +40,7 @@ class EmulatedTrainer:
     async def info(self) -> TrainerInfo:
         return TrainerInfo(num_parameters=1, hidden_size=self.hidden_size)
 
-    async def begin(self) -> None:
+    async def end_warm_start(self) -> None:
         self.updates = 0
 
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
@@ -48,7 +48,7 @@ class EmulatedTrainer:
             assert sample.key not in self._samples, f"sample {sample.key} pushed twice (now by controller {source})"
             self._samples[sample.key] = sample
 
-    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
+    async def compute_logprobs(self, batch: TrainBatch) -> Mapping[Key, float]:
         """A forward pass: a third of the time of an update. The KL is 0: the policy always equals the reference."""
         await self._work(self._of(batch.keys), 1 / 3)
         return dict.fromkeys(batch.keys, 0.0)
@@ -97,7 +97,7 @@ class EmulatedTrainer:
     async def abandon(self) -> None:
         self._staged = b""
 
-    async def load(self, folder: str, begun: bool = True) -> None:
+    async def load(self, folder: str, after_warm_start: bool = True) -> None:
         file = Path(folder) / FILE
         if not file.is_file():
             raise UserError(f"{folder} has no {FILE}; expected a checkpoint written with training.backend=emulated")

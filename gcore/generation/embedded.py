@@ -35,7 +35,7 @@ from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
-from gcore.models.decoders import decoder_of, feature_tokens, routers_of, traits_of
+from gcore.models.decoders import decoder_of, expert_routers_of, feature_tokens, traits_of
 from gcore.models.networks import Adapters, adapters_of, load_model
 from gcore.models.towers import takes_media
 from gcore.threads import use_threads
@@ -82,7 +82,7 @@ class EmbeddedBackend(DecodeBackend):
         self._rows = RowTable(_round_up(max_concurrent, ROW_BLOCK))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
         self._parameters = dict(model.named_parameters())
-        self._routers = routers_of(model)
+        self._routers = expert_routers_of(model)
         embedding: Any = model.get_input_embeddings()
         self._vocabulary = len(embedding.weight)
         self._media: MediaPrefill | None = None

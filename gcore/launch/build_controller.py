@@ -20,7 +20,7 @@ from gcore.launch.build import Roles, arm_faults, quiet, trace_folder
 from gcore.launch.build_rewarder import build_rewarder, engine_pool
 from gcore.launch.gpu_assignment import CRITIC, TRAINER
 from gcore.launch.plan import Plan, first_split
-from gcore.launch.user_code import load_filter, load_workflow, make_scoring
+from gcore.launch.user_code import load_filter, load_workflow, make_advantage_settings
 from gcore.modalities.table import kind_of
 from gcore.observe.links import Links
 from gcore.observe.trace import Tracer
@@ -31,7 +31,7 @@ from gcore.placement.monitor import Monitor
 from gcore.placement.placer import Placer
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Rule
-from gcore.protocols import Controller, Group, Rendezvous
+from gcore.protocols import Controller, ControllerGroup, Rendezvous
 
 MEDIA = "media"  # folder of a run: the media of prompts, and what networks read of them
 
@@ -49,7 +49,7 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
     return TrainingLoop(make_services(config, plan, roles, build_group(rendezvous)))
 
 
-def build_group(rendezvous: Rendezvous) -> Group:
+def build_group(rendezvous: Rendezvous) -> ControllerGroup:
     if rendezvous.address is None:
         from gcore.runtime.local import LocalGroup
 
@@ -59,7 +59,7 @@ def build_group(rendezvous: Rendezvous) -> Group:
     return TreeGroup(rendezvous)
 
 
-def make_services(config: Config, plan: Plan, roles: Roles, group: Group) -> Services:
+def make_services(config: Config, plan: Plan, roles: Roles, group: ControllerGroup) -> Services:
     kind = kind_of(config, config.run.folder / MEDIA)
     modality, eval_modality = kind.modalities()
     status = LiveStatus(group.rank, Tracer(trace_folder(config), f"controller-{group.rank}"))
@@ -88,7 +88,7 @@ def make_services(config: Config, plan: Plan, roles: Roles, group: Group) -> Ser
         modality=modality,
         workflow=load_workflow(config.workflow),
         group_filter=load_filter(config.sampling.filter),
-        scoring=make_scoring(config),
+        advantage_settings=make_advantage_settings(config),
         pool=pool,
         rewarder=rewarder,
         dispatcher=dispatcher,
@@ -104,7 +104,7 @@ def _make_placer(
     config: Config,
     plan: Plan,
     pools: dict[str, EnginePool],
-    group: Group,
+    group: ControllerGroup,
     weights: EngineWeights,
     dynamic: DynamicRule,
     status: LiveStatus,

@@ -41,7 +41,7 @@ from gcore.launch.machines import Cluster
 from gcore.launch.node_checks import check_nodes
 from gcore.launch.pins import check_models, find_weights
 from gcore.launch.plan import Plan, make_plan
-from gcore.launch.user_code import load_filter, load_policy_loss, load_workflow, make_scoring
+from gcore.launch.user_code import load_filter, load_policy_loss, load_workflow, make_advantage_settings
 from gcore.modalities.base import PolicyKind
 from gcore.modalities.table import kind_of
 from gcore.observe.trackers import check_trackers
@@ -148,7 +148,7 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
         pickle.dumps(config)  # UserError if it holds a Python object that cannot be sent to other processes
     load_workflow(config.workflow)
     load_filter(config.sampling.filter)
-    make_scoring(config)
+    make_advantage_settings(config)
     load_policy_loss(config.algorithm.policy_loss)
     _sources(config, [data for data in datasets if not config.trains_on_answers(data.split)])
     return warnings, datasets

@@ -20,7 +20,7 @@ from gcore.config.tree import Config
 from gcore.controller.collect import no_filter, spread
 from gcore.controller.run_prompts import Filter
 from gcore.observe.values import Row
-from gcore.preparation.advantages import Scoring
+from gcore.preparation.advantages import AdvantageSettings
 from gcore.types import Scored, UserError
 from gcore.user_files import load_function
 from gcore.workflows.context import Workflow
@@ -50,11 +50,11 @@ def load_filter(path: str) -> Filter:
     return keep
 
 
-def make_scoring(config: Config) -> Scoring:
+def make_advantage_settings(config: Config) -> AdvantageSettings:
     """How rewards become advantages in this run."""
     algorithm, path = config.algorithm, config.algorithm.adv_estimator
     estimator = _load(path, "algorithm.adv_estimator", "group") if ":" in path else None
-    return Scoring(algorithm, config.generation.max_response_length, config.rewards.weights, estimator)
+    return AdvantageSettings(algorithm, config.generation.max_response_length, config.rewards.weights, estimator)
 
 
 def load_policy_loss(path: str) -> Callable[..., Any] | None:

@@ -243,7 +243,7 @@ def _unsupported(config: Any, what: str) -> UserError:
     )
 
 
-class Routers:
+class ExpertRouters:
     """The routers of a mixture of experts. They can tell which experts they choose, and use a choice that is given.
 
     A hook at each router sees its outputs: the logits, the weights of the chosen experts, and their numbers. With a
@@ -255,7 +255,7 @@ class Routers:
         self.family, self.num_experts = config.model_type, 0
         self.given: Tensor | None = None  # [tokens, routers, k]; -1: the router chooses itself
         self._seen: list[Tensor] | None = None
-        for number, router in enumerate(find_routers(network)):
+        for number, router in enumerate(find_expert_routers(network)):
             self.num_experts = max(self.num_experts, int(router.num_experts))
             router.register_forward_hook(self._hook(number))
 
@@ -292,15 +292,15 @@ class Routers:
         return weights
 
 
-def find_routers(network: Any) -> list[Any]:
+def find_expert_routers(network: Any) -> list[Any]:
     """In the order of the layers; none if the network is not a mixture of experts, or of a family without a test."""
     if network.config.get_text_config().model_type not in AMONG_ALL | AMONG_CHOSEN:
         return []
     return [module for module in network.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
-def routers_of(network: Any) -> Routers | None:
-    return Routers(network) if find_routers(network) else None
+def expert_routers_of(network: Any) -> ExpertRouters | None:
+    return ExpertRouters(network) if find_expert_routers(network) else None
 
 
 def check_length(config: Any, max_length: int | None) -> None:

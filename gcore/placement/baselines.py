@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gcore.placement.grid import POLICY, Move, Split, shares
-from gcore.placement.rules import Costs, Rule, View
+from gcore.placement.rules import ClusterLoad, RoleSpeeds, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class StaticRule(Rule):
 
     split: Split
 
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+    def begin(self, view: ClusterLoad, costs: RoleSpeeds, last: Split, took_s: float | None) -> Split:
         return self.split
 
 
@@ -24,19 +24,19 @@ class StartingAtRule(StaticRule):
 
     rule: Rule
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         return self.rule(split, view, costs)
 
 
 class _AllGenerateFirst(Rule):
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+    def begin(self, view: ClusterLoad, costs: RoleSpeeds, last: Split, took_s: float | None) -> Split:
         return Split((POLICY,) * costs.grid.num_blocks)
 
 
 class ColocatedRule(_AllGenerateFirst):
     """All devices belong to one role at a time: first generation of all samples, then judging of all."""
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         now = split[0]
         if view.moving or view.loads[now].in_progress:
             return []
@@ -50,7 +50,7 @@ class ColocatedEarlyRule(ColocatedRule):
     """As `ColocatedRule`, but generation pauses as soon as there are enough responses to judge. Unfinished responses
     continue later."""
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         if split[0] == POLICY and not view.moving and view.loads[POLICY].needed <= 0:
             waiting = [role for role in costs.grid.roles if role != POLICY and view.loads[role].in_progress]
             if waiting:
@@ -61,7 +61,7 @@ class ColocatedEarlyRule(ColocatedRule):
 class EarlySwapRule(_AllGenerateFirst):
     """All devices generate. Each block changes to judging as soon as it has drained, and back when prompts wait."""
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         moves, policy = list[Move](), view.loads[POLICY]
         judges = [role for role in costs.grid.roles if role != POLICY and view.loads[role].in_progress]
         for block, owner in enumerate(split.owners):
@@ -82,7 +82,7 @@ class EarlySwapRule(_AllGenerateFirst):
 class ProportionalRule(Rule):
     """Blocks in proportion to the busy time of each role in the last rollout; no moves."""
 
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+    def begin(self, view: ClusterLoad, costs: RoleSpeeds, last: Split, took_s: float | None) -> Split:
         return shares(costs.grid, {role: view.loads[role].busy for role in costs.grid.roles})
 
 
@@ -94,7 +94,7 @@ class UtilisationRule(Rule):
     low: float = 0.7
     cool_down_s: float = 10.0
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         if view.moving or view.since_move_s < self.cool_down_s:
             return []
         busy = {role: view.loads[role].busy for role in costs.grid.roles}

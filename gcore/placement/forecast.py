@@ -1,6 +1,6 @@
 """Forecasts how long the next rollout takes under a placement, from what is known before it begins. Pure.
 
-    View (groups, acceptance, lengths) + Costs (speeds) ──Forecast──> seconds, for a split and a rule that moves blocks
+    ClusterLoad (groups, acceptance, lengths) + RoleSpeeds ─Forecast─> seconds, of a split and a rule that moves blocks
 
 The formulas of rules.py estimate when the requests in progress end. That is not enough for a whole rollout: a dropped
 group is replaced by another, so late verdicts delay generation. Therefore a small model of the rollout is simulated,
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from gcore.config.sampling import MAX_OVERSAMPLING, acceptance_rate
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, Move, Split, best_split
-from gcore.placement.rules import LEAST_RATE, Costs, Rule, View, arranged, request_limit, with_needed
+from gcore.placement.rules import LEAST_RATE, ClusterLoad, RoleSpeeds, Rule, arranged, request_limit, with_needed
 
 MAX_GROUPS = 64  # groups simulated per step; with more, each represents several
 QUANTILE_STEP = 0.6180339887  # golden ratio: consecutive multiples modulo 1 are evenly spread
@@ -45,7 +45,7 @@ class RolloutTimes(NamedTuple):
 class Forecast:
     """One expected rollout, which can be simulated under several placements."""
 
-    def __init__(self, view: View, costs: Costs, seed: int = 0) -> None:
+    def __init__(self, view: ClusterLoad, costs: RoleSpeeds, seed: int = 0) -> None:
         """`view`: before the rollout, with `groups`, `rate` and `samples`. `seed`: of lengths and acceptance, the same
         for all placements that are compared."""
         rng = random.Random(seed)
@@ -235,7 +235,7 @@ class _RolloutModel:
             self.roles[role].advance(self.now)
             self.roles[role].resize(pool, pool.replicas + replicas)
 
-    def _view(self) -> View:
+    def _view(self) -> ClusterLoad:
         """The view that the controllers would have."""
         forecast, weight = self.forecast, self.forecast.weight
         groups = (forecast.groups - self.kept) / max(self._rate(), LEAST_RATE)
@@ -248,7 +248,7 @@ class _RolloutModel:
             for factor, pool in zip(forecast.relative, owner.pools, strict=True):
                 self._work(role, pool, factor, moving, work)
         loads = with_needed(loads, groups, self.generating, self.judging, per_group)
-        return View(loads, work, moving, elapsed_s=self.now, rate=self._rate())
+        return ClusterLoad(loads, work, moving, elapsed_s=self.now, rate=self._rate())
 
     def _work(self, role: str, pool: RolePool, factor: float, moving: frozenset[int], work: dict[int, float]) -> None:
         """Add the requests per block to `work`. Siblings stay together, and running requests stay where they are when

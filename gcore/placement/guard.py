@@ -1,7 +1,7 @@
 """Chooses before each rollout whether blocks move during it. Pure: a GuardState goes in, another comes out.
 
     GuardState + seconds of the last rollout + expected load of the next ──plan──> GuardState: a candidate and its split
-    GuardState + Split + View ──decide──> moves
+    GuardState + Split + ClusterLoad ──decide──> moves
 
 There are three candidates: `moving` (MovingRule in rules.py), `static` (the split with the best forecast, no moves)
 and `colocated` (all blocks generate, then all judge). Before each rollout, every candidate is forecast on the lengths
@@ -21,7 +21,7 @@ from typing import Any
 from gcore.placement.baselines import ColocatedRule
 from gcore.placement.forecast import Forecast, best_static_split, mean_times, poll_interval_s
 from gcore.placement.grid import POLICY, Move, Split, neighbours
-from gcore.placement.rules import Costs, MovingRule, Rule, View
+from gcore.placement.rules import ClusterLoad, MovingRule, RoleSpeeds, Rule
 
 MOVING, STATIC, COLOCATED = "moving", "static", "colocated"
 MOVING_RULE = MovingRule()
@@ -71,7 +71,7 @@ class GuardState:
     def _drifts(self) -> bool:
         return abs(self.trend) > DRIFT_TREND
 
-    def plan(self, view: View, costs: Costs, took_s: float | None) -> GuardState:
+    def plan(self, view: ClusterLoad, costs: RoleSpeeds, took_s: float | None) -> GuardState:
         """Before a rollout. `took_s`: seconds of the last rollout; None: there was none, or it is not comparable."""
         grid, moving = costs.grid, MOVING_RULE.begin(view, costs)
         step = self.step + 1
@@ -155,7 +155,7 @@ class GuardState:
         expected_s = self.static_s * math.exp(self.costs[chosen] + common)
         return replace(self, candidate=chosen, retry_after=retry_after, expected_s=expected_s)
 
-    def decide(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def decide(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         """During a rollout."""
         rule = CANDIDATES[self.candidate]
         starved = any(load.in_progress and not split.blocks(role) for role, load in view.loads.items())
@@ -172,9 +172,9 @@ class DynamicRule(Rule):
     state: GuardState = field(default_factory=GuardState)
     before: GuardState = field(default_factory=GuardState)  # the state from which `begin` has made `state`
 
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+    def begin(self, view: ClusterLoad, costs: RoleSpeeds, last: Split, took_s: float | None) -> Split:
         self.before, self.state = self.state, self.state.plan(view, costs, took_s)
         return self.state.splits[self.state.candidate]
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         return self.state.decide(split, view, costs)

@@ -2,7 +2,7 @@
 
 Deterministic, without a clock or communication of its own: the state is the same on all controllers.
 
-    every controller: Report ──all_gather (a poll)──> Monitor.add ──> View and Costs, the same on all controllers
+    every controller: Report ──all_gather (a poll)──> Monitor.add ──> ClusterLoad and RoleSpeeds, the same everywhere
 
 Each replica is polled by one controller only: controller r of N polls replicas r, r + N, ... for their counters.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter, call_quantiles, quantiles
-from gcore.placement.rules import LEAST_RATE, Costs, Load, View, with_needed
+from gcore.placement.rules import LEAST_RATE, ClusterLoad, Load, RoleSpeeds, with_needed
 from gcore.protocols import EngineStats, RoleReport
 
 MAX_LENGTHS = 2048  # recent lengths that are kept per role
@@ -68,13 +68,13 @@ class Monitor:
         self.busy: dict[str, float] = dict.fromkeys(grid.roles, 0.0)
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> RoleSpeeds:
         speeds = {}
         for role in self._grid.roles:
             base_s, per_s = self._speeds.fits.get(role, LinearFit()).fit()
             switch_s = self.switch_s.get(role, DEFAULT_SPEED.wake_s)
             speeds[role] = ReplicaSpeed(base_s, per_s, 0.0, self._max_concurrent[role], 0.0, switch_s, 0.0)
-        return Costs(self._grid, speeds, self._speeds.relative())
+        return RoleSpeeds(self._grid, speeds, self._speeds.relative())
 
     def saved(self) -> dict[str, Any]:
         """For a checkpoint, between two rollouts: what `expected` and `costs` are made of. Not the speeds of blocks: a
@@ -106,7 +106,9 @@ class Monitor:
         counters = [self._latest.get((role, i)) for i in self._grid.replicas(role, block)]
         return sum(c.busy_s for c in counters if c is not None) / len(counters)
 
-    def add(self, reports: Sequence[Report], split: Split, moving: Mapping[int, Move], since_move_s: float) -> View:
+    def add(
+        self, reports: Sequence[Report], split: Split, moving: Mapping[int, Move], since_move_s: float
+    ) -> ClusterLoad:
         """Add the reports of one poll."""
         for role in self._grid.roles:
             self._add_lengths(role, reports)
@@ -123,9 +125,9 @@ class Monitor:
             if block not in moving
         }
         rate = min(1.0, sum(report.progress.rate for report in reports) / len(reports))
-        return View(loads, work, frozenset(moving), since_move_s, rate=rate)
+        return ClusterLoad(loads, work, frozenset(moving), since_move_s, rate=rate)
 
-    def expected(self, groups: float, rate: float, samples: int) -> View:
+    def expected(self, groups: float, rate: float, samples: int) -> ClusterLoad:
         """The view before a rollout that needs `groups` groups. Until the speeds and lengths of all roles are measured,
         `groups` of the view is 0: a forecast would use default values."""
         self._samples = samples
@@ -138,7 +140,7 @@ class Monitor:
             loads[role] = Load(waiting=waiting, needed=requests, lengths=lengths, longest=longest)
         known = all(self.is_measured(role) and self._lengths[role] for role in self._grid.roles)
         rate, calls = min(1.0, max(rate, LEAST_RATE)), call_quantiles(self._calls[POLICY])
-        return View(loads, groups=groups if known else 0.0, rate=rate, samples=samples, calls=calls)
+        return ClusterLoad(loads, groups=groups if known else 0.0, rate=rate, samples=samples, calls=calls)
 
     def _recent(self, role: str) -> tuple[list[float], list[float]]:
         """Quantiles of the lengths of requests that ended recently, and of the longest in each call."""

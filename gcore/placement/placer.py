@@ -1,6 +1,6 @@
 """The part of one controller in placement: poll the replicas, decide on moves, carry them out.
 
-    poll ──> Report ──all_gather──> View ──rule──> moves                  the same on every controller, at every poll
+    poll ──> Report ──all_gather──> ClusterLoad ──rule──> moves           the same on every controller, at every poll
     move ──> drain (all controllers, their own requests) ──> sleep, wake, weights (controller 0) ──> reopen (all)
 
 A move takes at least three polls: it is decided and the drain starts; all controllers have drained and controller 0
@@ -23,9 +23,9 @@ from gcore.placement.forecast import POLL_INTERVAL_S
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, Report, RolloutProgress
 from gcore.placement.replica_switch import ReplicaSwitch
-from gcore.placement.rules import Rule, View, request_limit
+from gcore.placement.rules import ClusterLoad, Rule, request_limit
 from gcore.placement.timeline import PlacementTimeline
-from gcore.protocols import EngineStats, Group, RoleDied, RoleError, RoleReport
+from gcore.protocols import ControllerGroup, EngineStats, RoleDied, RoleError, RoleReport
 
 STATS_TIMEOUT_S = 2.0  # a replica whose counters take longer is left out of this poll
 POLL_SHARE = 0.01  # minimum time between two polls, as a share of the last rollout
@@ -78,7 +78,7 @@ class Placer:
         split: Split,
         pools: Mapping[str, PlacedPool],
         switches: Mapping[str, ReplicaSwitch],
-        group: Group,
+        group: ControllerGroup,
         monitor: Monitor,
         *,
         timeout_s: float,
@@ -207,7 +207,7 @@ class Placer:
                 if move.block not in self._moving and move.block not in self._no_move_until:
                     self._start_move(move, now)
 
-    def _limit_judge_requests(self, view: View) -> None:
+    def _limit_judge_requests(self, view: ClusterLoad) -> None:
         """Limit the requests at each judge replica, in equal parts for all controllers."""
         for role, pool in self._pools.items():
             if role != POLICY and self.monitor.is_measured(role):

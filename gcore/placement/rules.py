@@ -1,6 +1,6 @@
 """Decides which blocks change their owner. Pure: the simulator, emulated runs and GPU runs use the same functions.
 
-    View (the current load of each role) + Split + Costs ──decide──> moves, each with its reason
+    ClusterLoad (the current load of each role) + Split + RoleSpeeds ──decide──> moves, each with its reason
 
 The rollout ends when enough groups are judged. The end is estimated from the roles' speeds (replica_speed.py): n
 replicas that share their requests evenly take
@@ -79,7 +79,7 @@ def _longer_than(lengths: Sequence[float], age: float) -> Sequence[float] | None
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ClusterLoad:
     """The state on which a decision is made; the same on all controllers."""
 
     loads: Mapping[str, Load]
@@ -94,8 +94,8 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """Devices and their speeds. Costs(grid=..., speeds={"policy": ReplicaSpeed(...), "judge": ReplicaSpeed(...)})"""
+class RoleSpeeds:
+    """Devices and their speeds. RoleSpeeds(grid=..., speeds={"policy": ReplicaSpeed(...), "judge": ...})"""
 
     grid: DeviceGrid
     speeds: Mapping[str, ReplicaSpeed]
@@ -132,12 +132,12 @@ class Rule(Protocol):
     """A placement rule, in runs and in the simulator: MovingRule (below), DynamicRule (guard.py), and baselines.py. By
     default the split stays."""
 
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+    def begin(self, view: ClusterLoad, costs: RoleSpeeds, last: Split, took_s: float | None) -> Split:
         """The split of the next rollout. `last`: the one before. `took_s`: seconds of the last rollout, the same on all
         controllers; None: no rollout since the last call."""
         return last
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         """The moves that begin now, at a poll during the rollout."""
         return []
 
@@ -153,7 +153,7 @@ class MovingRule(Rule):
     fill: tuple[float, float] = (0.6, 0.95)  # min and max share of its best throughput that a block needs work for
     passes: float = 1.0  # judges wait for fuller batches if generation lasts longer than this many judging passes
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         blocks = _Blocks(split, view, costs, self.max_share)
         estimate = EndEstimate(view, costs)
         now = end = estimate.end_s(blocks.power)
@@ -178,7 +178,7 @@ class MovingRule(Rule):
         gain = f"{now - end:.1f} s sooner, for {cost:.1f} s" if now < math.inf else "it had none"
         return [Move(m.block, m.source, m.target, f"{m.target} needs it: {gain}") for m in moves]
 
-    def _for_starved_roles(self, view: View, blocks: _Blocks) -> list[Move]:
+    def _for_starved_roles(self, view: ClusterLoad, blocks: _Blocks) -> list[Move]:
         """One block for each role that has requests but no block: without it the rollout cannot end. It comes from a
         role that needs no block any more, else from the role with the most."""
         moves, counts = list[Move](), blocks.counts
@@ -190,7 +190,9 @@ class MovingRule(Rule):
                 moves.append(blocks.take(source, target))
         return moves
 
-    def begin(self, view: View, costs: Costs, last: Split | None = None, took_s: float | None = None) -> Split:
+    def begin(
+        self, view: ClusterLoad, costs: RoleSpeeds, last: Split | None = None, took_s: float | None = None
+    ) -> Split:
         """The split at the start of a rollout. All engines wake then anyway, so it costs nothing.
 
         It lies between one block per judge and the best split for the expected work. Judges have no work at first. The
@@ -272,7 +274,7 @@ class _Blocks:
     fast blocks gives the slowest first, the others give it the fastest.
     """
 
-    def __init__(self, split: Split, view: View, costs: Costs, max_share: float) -> None:
+    def __init__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds, max_share: float) -> None:
         self.counts = {role: split.owners.count(role) for role in costs.grid.roles}
         self.budget: dict[str, int] = {}
         self._relative, self._spare = costs.relative, dict[str, list[int]]()
@@ -300,7 +302,7 @@ class _Blocks:
         return Move(self._spare[source].pop(), source, target)
 
 
-def needs_fast_blocks(view: View, costs: Costs) -> list[str]:
+def needs_fast_blocks(view: ClusterLoad, costs: RoleSpeeds) -> list[str]:
     """The roles by the time of their longest request, which cannot be shared by several replicas: the longest first."""
 
     def longest_s(role: str) -> float:
@@ -310,7 +312,7 @@ def needs_fast_blocks(view: View, costs: Costs) -> list[str]:
     return sorted(costs.grid.roles, key=longest_s, reverse=True)
 
 
-def arranged(split: Split, view: View, costs: Costs) -> Split:
+def arranged(split: Split, view: ClusterLoad, costs: RoleSpeeds) -> Split:
     """The same number of blocks per role; the fastest blocks go to the role that needs them most."""
     if not costs.relative:
         return split
@@ -319,7 +321,7 @@ def arranged(split: Split, view: View, costs: Costs) -> Split:
     return Split(tuple(owner for _, owner in sorted(zip(blocks, owners, strict=True))))
 
 
-def _prefill_again_s(moves: Sequence[Move], view: View, costs: Costs, counts: Mapping[str, int]) -> float:
+def _prefill_again_s(moves: Sequence[Move], view: ClusterLoad, costs: RoleSpeeds, counts: Mapping[str, int]) -> float:
     """Requests on the moved blocks continue on other replicas, which must prefill them again."""
     total = 0.0
     for move in moves:
@@ -393,7 +395,7 @@ class EndEstimate:
     """Estimates the end of the rollout for one view. Values that do not depend on the split are computed once, since
     many splits are compared."""
 
-    def __init__(self, view: View, costs: Costs) -> None:
+    def __init__(self, view: ClusterLoad, costs: RoleSpeeds) -> None:
         self.view, self.costs = view, costs
         grid = costs.grid
         self.per_block = {role: grid.per_block(role) for role in grid.roles}

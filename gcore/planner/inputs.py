@@ -16,7 +16,7 @@ from gcore.cost.shapes import Shape
 from gcore.cost.training_memory import Offload
 from gcore.placement.grid import POLICY
 from gcore.placement.meters import call_quantiles, quantiles
-from gcore.placement.rules import Load, View
+from gcore.placement.rules import ClusterLoad, Load
 from gcore.planner.steps import MODES, Mode
 from gcore.types import UserError
 
@@ -106,7 +106,7 @@ class Workload:
         before = self.prompt_length + (0 if role == POLICY else self.response_length)
         return before + float((lengths**2).sum() / lengths.sum()) / 2
 
-    def expected(self, shape: Shape, judges: Sequence[str]) -> View:
+    def expected(self, shape: Shape, judges: Sequence[str]) -> ClusterLoad:
         """The view before a rollout. Siblings share one prefill of the prompt, and so do repeated verdicts: engines
         cache prefixes."""
         calls = call_quantiles([tuple(call) for call in self.responses.tolist()])
@@ -124,7 +124,7 @@ class Workload:
             prompt=(self.prompt_length + self.response_length) / self.repeats,
         )
         loads = {POLICY: policy, **dict.fromkeys(judges, judge)}
-        return View(loads, groups=self.prompts, rate=self.acceptance, samples=self.samples, calls=calls)
+        return ClusterLoad(loads, groups=self.prompts, rate=self.acceptance, samples=self.samples, calls=calls)
 
     @property
     def trained_tokens(self) -> int:

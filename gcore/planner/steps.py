@@ -22,7 +22,7 @@ from gcore.cost.training_memory import Offload, TrainingRank, training_memory
 from gcore.placement.forecast import Forecast, RolloutTimes, best_static_split, mean_times, poll_interval_s
 from gcore.placement.grid import POLICY, DeviceGrid, Split, split_by
 from gcore.placement.guard import CANDIDATES, COLOCATED, MOVING, MOVING_RULE, NUM_FORECASTS, STATIC
-from gcore.placement.rules import Costs, MovingRule, Rule, View, generated_s, judged_s
+from gcore.placement.rules import ClusterLoad, MovingRule, RoleSpeeds, Rule, generated_s, judged_s
 
 Mode = Literal["colocated", "static", "dynamic", "disaggregated"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -39,7 +39,7 @@ class PlannedRollout:
 class Rollouts:
     """Rollouts with the same work and the same replicas. `widths`: GPUs per replica, by role."""
 
-    def __init__(self, view: View, widths: Mapping[str, int], speeds: Mapping[str, ReplicaSpeed]) -> None:
+    def __init__(self, view: ClusterLoad, widths: Mapping[str, int], speeds: Mapping[str, ReplicaSpeed]) -> None:
         self.view, self.widths, self.speeds = view, widths, speeds
         self.block = max(widths.values())  # GPUs that change their role together
         self._forecasts: dict[int, list[Forecast]] = {}  # by GPUs
@@ -74,7 +74,7 @@ class Rollouts:
 
     def _on(self, gpus: int) -> list[Forecast]:
         if gpus not in self._forecasts:
-            costs = Costs(DeviceGrid(gpus, self.widths), self.speeds)
+            costs = RoleSpeeds(DeviceGrid(gpus, self.widths), self.speeds)
             self._forecasts[gpus] = [Forecast(self.view, costs, seed) for seed in range(NUM_FORECASTS)]
         return self._forecasts[gpus]
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gcore.config.algorithm import Algorithm, Overlong
 from gcore.preparation.samples import Groups, mask_of
-from gcore.protocols import Group, Metric, add_metrics
+from gcore.protocols import ControllerGroup, Metric, add_metrics
 from gcore.types import Key, TrainBatch, UserError
 
 Array = npt.NDArray[np.float64]
@@ -130,8 +130,8 @@ def overlong_penalty(length: int, spec: Overlong, max_length: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """How rewards become advantages. Scoring(config.algorithm, max_length=256, weights={"exact": 1.0})"""
+class AdvantageSettings:
+    """How rewards become advantages. AdvantageSettings(config.algorithm, max_length=256, weights={"exact": 1.0})"""
 
     algorithm: Algorithm
     max_length: int = 0  # generation.max_response_length
@@ -140,7 +140,7 @@ class Scoring:
 
 
 def advantages_of(
-    groups: Groups, scoring: Scoring, kl: Mapping[Key, float]
+    groups: Groups, scoring: AdvantageSettings, kl: Mapping[Key, float]
 ) -> tuple[dict[Key, float], dict[str, Metric]]:
     """The advantage of each sample: rewards - overlong penalties - KL, compared within each group; and the metrics of
     the estimator, if it has some.
@@ -171,14 +171,14 @@ def advantages_of(
 async def with_advantages(
     batches: Sequence[TrainBatch],
     groups: Groups,
-    scoring: Scoring,
-    group: Group,
+    settings: AdvantageSettings,
+    controllers: ControllerGroup,
     kl: Sequence[Mapping[Key, float]],
 ) -> tuple[list[TrainBatch], dict[str, float]]:
     """The batches with the advantages of their samples, and the estimator's metrics, means over groups. `kl`: from the
     ranks. Controllers exchange one number per sample: a sample trains on a rank that another controller may call."""
     charged = {key: value for part in kl for key, value in part.items()}
-    gathered = await group.all_gather("advantages", advantages_of(groups, scoring, charged))
+    gathered = await controllers.all_gather("advantages", advantages_of(groups, settings, charged))
     advantages = {key: value for own, _ in gathered for key, value in own.items()}
     metrics = add_metrics(*(more for _, more in gathered))
     filled = [replace(b, advantages={key: advantages[key] for key in b.keys}) for b in batches]

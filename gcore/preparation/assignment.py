@@ -84,7 +84,7 @@ def row_width(length: int, budget: int) -> int:
     return min(-(-length // WIDTH_BLOCK) * WIDTH_BLOCK, max(budget, length))
 
 
-class Pool:
+class Unpacked:
     """The items that are left. `take` and the searches are almost constant in time: taken items are skipped at once."""
 
     def __init__(self, items: Items) -> None:
@@ -121,7 +121,7 @@ Grid = list[list[Bin]]  # position -> rank
 def by_level(items: Items, full: float) -> Grid:
     """The fill level of a position: the most expensive item, or what the bins must take on average for all to end
     together, if they are filled to `full`."""
-    pool, grid = Pool(items), Grid()
+    pool, grid = Unpacked(items), Grid()
     while pool.size:
         positions = max(1, -(-pool.length // max(1, int(items.ranks * items.budget * full))))
         level = -(-pool.cost // (items.ranks * positions))
@@ -132,7 +132,7 @@ def by_level(items: Items, full: float) -> Grid:
     return grid
 
 
-def first_items(pool: Pool, number: int) -> list[int]:
+def first_items(pool: Unpacked, number: int) -> list[int]:
     """The most expensive items that are left, one for each bin of a position."""
     first = list[int]()
     while len(first) < number and (item := pool.first(first[-1] + 1 if first else 0)) is not None:
@@ -140,7 +140,7 @@ def first_items(pool: Pool, number: int) -> list[int]:
     return first
 
 
-def fill(pool: Pool, items: Items, level: int, first: Sequence[int]) -> list[Bin]:
+def fill(pool: Unpacked, items: Items, level: int, first: Sequence[int]) -> list[Bin]:
     """One position: bins that start with the items `first`, each filled up to `level` with the largest that fit."""
     bins = [items.new_bin() for _ in range(items.ranks)]
     for start, into in zip(first, bins, strict=False):
@@ -152,7 +152,7 @@ def fill(pool: Pool, items: Items, level: int, first: Sequence[int]) -> list[Bin
     return bins
 
 
-def _add_rest(pool: Pool, items: Items, bins: Sequence[Bin]) -> None:
+def _add_rest(pool: Unpacked, items: Items, bins: Sequence[Bin]) -> None:
     """Items for which no gap is left: each to the cheapest bin with room. What fits nowhere stays in the pool."""
     heap = [(into.load, number) for number, into in enumerate(bins)]
     heapq.heapify(heap)

@@ -28,7 +28,7 @@ from gcore.preparation.assignment import (
     Bin,
     Grid,
     Items,
-    Pool,
+    Unpacked,
     by_bin,
     by_rank,
     candidates,
@@ -298,7 +298,7 @@ def _positions(
         chosen = [m for m in left if m.length >= WIDTH_BLOCK * context or degrees[m.key] == context]
         need = [i for i, meta in enumerate(chosen) if degrees[meta.key] == context]
         items = _items(chosen, costs, ranks, context)
-        pool, taken = Pool(items), set[int]()
+        pool, taken = Unpacked(items), set[int]()
         while need:
             bins = fill(pool, items, 0, need[: items.ranks])
             taken |= {i for each in bins for row in each.rows for i in row}

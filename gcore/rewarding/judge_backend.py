@@ -19,7 +19,7 @@ import numpy as np
 
 from gcore.config.judges import RemoteJudge, ServedJudge
 from gcore.content.answers import render
-from gcore.content.decoding import TextDecoder
+from gcore.content.decoding import Detokenizer
 from gcore.content.media import ArrayRef, png_url, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
@@ -96,7 +96,7 @@ class EngineBackend(JudgeBackend):
         super().__init__(sees=takes_images and spec.images is not False)
         self.spec, self.tokenizer, self.stop_tokens, self.ask, self.key = spec, tokenizer, stop_tokens, ask, key
         self._processor = processor
-        self._decoder = TextDecoder(tokenizer)
+        self._decoder = Detokenizer(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = re.compile("|".join(re.escape(text) for text in sorted(special, key=len)[::-1]) or r"(?!)")

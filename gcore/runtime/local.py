@@ -82,7 +82,7 @@ class Hub:
 
 
 class LocalGroup:
-    """Implements protocols.Group among tasks of one event loop."""
+    """Implements protocols.ControllerGroup among tasks of one event loop."""
 
     def __init__(self, rendezvous: Rendezvous, number: int = 0) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size

@@ -158,7 +158,7 @@ class Meeting:
 
 
 class TreeGroup:
-    """Implements protocols.Group."""
+    """Implements protocols.ControllerGroup."""
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float = TIMEOUT_S, fan_out: int = FAN_OUT) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size

@@ -26,11 +26,11 @@ from gcore.placement.forecast import POLL_INTERVAL_S
 from gcore.placement.grid import POLICY, Move, Split
 from gcore.placement.meters import GroupCounts, SpeedMeter, call_quantiles, quantiles
 from gcore.placement.placer import POLL_SHARE
-from gcore.placement.rules import LEAST_RATE, Costs, Load, Rule, View, with_needed
+from gcore.placement.rules import LEAST_RATE, ClusterLoad, Load, RoleSpeeds, Rule, with_needed
 from gcore.placement.timeline import PlacementTimeline
 from gcore.protocols import EngineStats
 from gcore.simulate.fleet import Call, Clock, Fleet, SimulatedGroup
-from gcore.simulate.scenario import Draw, Scenario, StepWork
+from gcore.simulate.scenario import GroupDraw, Scenario, StepWork
 
 SPEED_POLLS = 4  # speeds are measured at every fourth poll only: faster
 
@@ -76,7 +76,7 @@ class SimulatedRollout:
         return self.timeline.seconds
 
 
-def measured_costs(scenario: Scenario, step: int, state: State) -> Costs:
+def measured_costs(scenario: Scenario, step: int, state: State) -> RoleSpeeds:
     """The scenario's speed of each role; which blocks are slower is measured, as in a run."""
     return replace(scenario.costs(step), relative=state.speeds.relative())
 
@@ -90,7 +90,7 @@ def first_state(scenario: Scenario) -> State:
     return State(tuple(PromptCursor(rank) for rank in range(scenario.num_controllers)), lengths)
 
 
-def expected_view(scenario: Scenario, state: State) -> View:
+def expected_view(scenario: Scenario, state: State) -> ClusterLoad:
     """The view before a step: the last step's lengths, and the number of needed groups."""
     needed = scenario.prompts / max(state.rate, LEAST_RATE) * scenario.samples
     policy = Load(
@@ -109,7 +109,7 @@ def expected_view(scenario: Scenario, state: State) -> View:
             prompt=(scenario.prompt_length + scenario.read_by_judges(policy.mean)) / judge.repeats,
             busy=state.busy.get(judge.name, 0.0),
         )
-    return View(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples, calls=state.calls)
+    return ClusterLoad(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples, calls=state.calls)
 
 
 class SimulatedController:
@@ -204,7 +204,7 @@ class Simulation:
     def _rate_now(self) -> float:
         return acceptance_rate(self.state.rate, self.kept, self.dropped, self.scenario.prompts)
 
-    def _start(self, number: int, draw: Draw) -> None:
+    def _start(self, number: int, draw: GroupDraw) -> None:
         self.running += 1
         self.result.drawn += 1
         prompt = self.scenario.prompt_length
@@ -214,7 +214,7 @@ class Simulation:
         self.policy.send(Call(SimulatedGroup(number, draw, len(jobs)), jobs, work))
 
     def _judge(self, group: SimulatedGroup) -> None:
-        draw: Draw = group.draw
+        draw: GroupDraw = group.draw
         judges = [judge for judge in self.scenario.judges if judge.name in draw.verdicts]
         group.unfinished = sum(judge.repeats for judge in judges) * len(draw.tokens)
         prompt = self.scenario.prompt_length
@@ -279,7 +279,7 @@ class Simulation:
         ended = {role: len(fleet.ended_lengths) for role, fleet in self.fleets.items()}
         return self.state.counts.plus(self.kept + self.dropped, self.judging, ended)
 
-    def view(self) -> View:
+    def view(self) -> ClusterLoad:
         """The view that the controllers would have now."""
         groups = (self.scenario.prompts - self.kept) / max(self._rate_now(), LEAST_RATE)  # still to judge
         samples, counts = self.scenario.samples, self.counts()
@@ -289,7 +289,7 @@ class Simulation:
         per_group[POLICY] = samples
         loads = with_needed(loads, groups, self.running - self.judging, self.judging, per_group)
         since_s = self.clock.now - self._last_move
-        return View(loads, work, frozenset(self.moving), since_s, self.clock.now, rate=self._rate_now())
+        return ClusterLoad(loads, work, frozenset(self.moving), since_s, self.clock.now, rate=self._rate_now())
 
     def _load(self, fleet: Fleet, work: dict[int, float]) -> Load:
         blocks = fleet.blocks

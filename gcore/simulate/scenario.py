@@ -31,7 +31,7 @@ from gcore.cost.costs import Gpu, gpu_of, logprob_s, serving, shape_of, training
 from gcore.cost.denoisers import DenoiserShape, DenoisingWork, denoiser_of
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid
-from gcore.placement.rules import Costs
+from gcore.placement.rules import RoleSpeeds
 
 Positive = Annotated[float, Field(gt=0)]
 Slot = Annotated[int, Field(ge=0)]
@@ -205,7 +205,7 @@ class Scenario(Section):
         widths = {POLICY: self.policy.tensor_parallel} | {j.name: j.tensor_parallel for j in self.judges}
         return DeviceGrid(self.slots, widths)
 
-    def costs(self, step: int) -> Costs:
+    def costs(self, step: int) -> RoleSpeeds:
         """The speeds of this step: longer responses mean longer contexts, which slow down decoding."""
         progress = self.progress(step)
         response = self.read_by_judges(self.responses.at(progress, 0.0, step) * self.responses.mean_factor)
@@ -214,7 +214,7 @@ class Scenario(Section):
         for judge in self.judges:
             verdict = judge.verdict.at(progress, 0.0, step) * judge.verdict.mean_factor
             speeds[judge.name] = self._speed(judge, self.prompt_length + response + verdict / 2)
-        return Costs(self.grid, speeds)
+        return RoleSpeeds(self.grid, speeds)
 
     def replica_speed(self, role: str, replica: int) -> float:
         """Relative speed of a replica: that of its slowest slot."""
@@ -277,8 +277,8 @@ def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
 
 
 @dataclass(slots=True)
-class Draw:
-    """What one group will be: Draw(tokens=[812, 640], verdicts={"judge": [[300], [280]]}, good=True)"""
+class GroupDraw:
+    """What one group will be: GroupDraw(tokens=[812, 640], verdicts={"judge": [[300], [280]]}, good=True)"""
 
     tokens: list[int]
     verdicts: dict[str, list[list[int]]]  # only of the judges that judge this prompt
@@ -309,7 +309,7 @@ class StepWork:
         self._shapes = (((scenario.samples,), spec.shared), *judged)
         self._judged = tuple(judge.prompts for judge in scenario.judges)
 
-    def __getitem__(self, number: int) -> Draw:
+    def __getitem__(self, number: int) -> GroupDraw:
         scenario = self.scenario
         chunk, i = divmod(number, CHUNK)
         (of_responses, *of_verdicts), uniform, needed = _noise(scenario.seed, chunk, self._shapes, self._judged)
@@ -318,7 +318,7 @@ class StepWork:
             if is_needed[i]:
                 flat = _lengths(judge.verdict, self.verdict_means[judge.name], normal[i].ravel().tolist())
                 verdicts[judge.name] = [flat[k : k + judge.repeats] for k in range(0, len(flat), judge.repeats)]
-        return Draw(tokens, verdicts, uniform[i] < self.acceptance)
+        return GroupDraw(tokens, verdicts, uniform[i] < self.acceptance)
 
 
 def _lengths(spec: Lengths, mean: float, normal: list[float]) -> list[int]:

@@ -105,7 +105,7 @@ class Backend(ABC):
             return training
         return training.model_copy(update={"lr": critic.lr, "max_grad_norm": critic.max_grad_norm})
 
-    def begin(self, networks: Collection[NetworkName]) -> None:
+    def end_warm_start(self, networks: Collection[NetworkName]) -> None:
         """Reinforcement learning starts with these networks. Optimizers are reset. The current weights of the policy
         become those of the reference. A critic beside a policy is made now."""
         optimizer = self.networks[self._first].optimizer

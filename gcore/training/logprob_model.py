@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
-from gcore.models.decoders import MASKED_LOGIT, decoder_of, implementation, routers_of, traits_of
+from gcore.models.decoders import MASKED_LOGIT, decoder_of, expert_routers_of, implementation, traits_of
 from gcore.models.recurrent import Recurrence, Samples
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
@@ -167,7 +167,7 @@ class LogprobModel(nn.Module):
         self.network, self.compute = network, compute
         self.varlen = varlen.usable(network, compute.device, compute.dtype)
         self.traits = traits_of(network.config)
-        self.routers = routers_of(network) if self.replays else None
+        self.routers = expert_routers_of(network) if self.replays else None
         self.recurrence = Recurrence(network) if self.traits.recurrent else None
         self.attention = implementation(network.config)  # of rows with a mask
         attention.register()

@@ -220,12 +220,12 @@ def without_gradients(
     keys = tuple(key for row in micro.rows for key in row)
     logprobs_S = torch.cat([outputs[key] for key in keys]).float()
     sample_S = torch.cat([torch.full_like(outputs[key], i, dtype=torch.int64) for i, key in enumerate(keys)])
-    columns = step_columns(Known(sample_S, keys), data, logprobs_S.device)
+    columns = step_columns(ComputedSteps(sample_S, keys), data, logprobs_S.device)
     _, metrics = objective((logprobs_S, torch.zeros_like(logprobs_S)), columns)
     return {name: part.shared_by(micro.context) for name, part in metrics.items() if name != ENTROPY}
 
 
-class Known(NamedTuple):
+class ComputedSteps(NamedTuple):
     """Implements step_model.StepBatch for steps whose outputs are known."""
 
     sample_S: Tensor

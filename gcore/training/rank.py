@@ -89,7 +89,7 @@ class TrainerRank:
         self._writer = BackgroundWriter(rank, self.backend.device, config.checkpoint.asynchronous)
         self._publisher = publisher or WeightPublisher(rank)
         self._policy_names = set[str]()  # of the policy's weights that a critic on ranks of its own has received
-        self._begun = False
+        self._after_warm_start = False
         self._reset()
         first = self.backend.trained[0]
         if not self._pool.submit(self.backend.is_finite, first).result():
@@ -127,13 +127,13 @@ class TrainerRank:
         return self.backend.info()
 
     @in_compute_thread
-    def begin(self) -> None:
+    def end_warm_start(self) -> None:
         if "policy" not in self.trained and self._config.critic_copies_policy:
             missing = self.backend.weights("critic").keys() - self._policy_names - {SCORE}
             assert not missing, f"the policy has no {sorted(missing)[:3]}"
-        self.backend.begin(self._networks)
+        self.backend.end_warm_start(self._networks)
         self._reset()
-        self._begun = True
+        self._after_warm_start = True
 
     # ---- columns --------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class TrainerRank:
             self._data.samples[sample.key] = sample
 
     @in_compute_thread
-    def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
+    def compute_logprobs(self, batch: TrainBatch) -> Mapping[Key, float]:
         with self._tracer.span("passes", step=batch.step):
             self._fill_columns(batch)
         algorithm, columns = self._algorithm, self._data.columns
@@ -381,7 +381,7 @@ class TrainerRank:
 
     @in_compute_thread
     def snapshot(self) -> int:
-        if "policy" not in self.trained and not self._begun:  # then the critic is not part of a checkpoint
+        if "policy" not in self.trained and not self._after_warm_start:  # then the critic is not part of a checkpoint
             return self._writer.stage(Snapshot({}))
         counters: dict[str, float] = self.coefficients.counters() if "policy" in self.trained else {}
         for name, counts in self.trained.items():
@@ -395,14 +395,14 @@ class TrainerRank:
     async def abandon(self) -> None:
         await asyncio.to_thread(self._writer.abandon)
 
-    async def load(self, folder: str, begun: bool = True) -> None:
+    async def load(self, folder: str, after_warm_start: bool = True) -> None:
         await self.abandon()
-        await self.compute(self._load, Path(folder), begun)
+        await self.compute(self._load, Path(folder), after_warm_start)
 
-    def _load(self, folder: Path, begun: bool) -> None:
+    def _load(self, folder: Path, after_warm_start: bool) -> None:
         self._publisher.release()
         self._data.clear()
-        networks = self._networks if begun else [name for name in self._networks if name == "policy"]
+        networks = self._networks if after_warm_start else [name for name in self._networks if name == "policy"]
         if not networks:  # a warm start has no critic yet
             return
         counters = self.backend.load(folder, networks)
@@ -410,7 +410,7 @@ class TrainerRank:
             at = {field.name: f"{PREFIX[name]}{field.name}" for field in dataclasses.fields(UpdateCounts)}
             self.trained[name] = UpdateCounts(**{field: int(counters.get(key, 0)) for field, key in at.items()})
         self.coefficients = Coefficients.restored(counters, self._config.algorithm)
-        self._begun = begun
+        self._after_warm_start = after_warm_start
 
 
 # ---- pure functions -------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def compute(world: World, rank: int) -> dict[str, Any]:
     make = lambda: FsdpBackend(config, {"policy": policy}, CPU, torch.float32, world.shard, world.tensor)  # noqa: E731
     trainer = TrainerRank(config, make, rank, 1, Tracer(None, f"trainer-{rank}"))
     backend = trainer.backend
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     mini = mini_batch(world, data_rank)
     keys = {key for micro in mini.micro_batches for row in micro.rows for key in row}
     mine = [s for s in samples() if s.key in keys]
@@ -192,7 +192,7 @@ def whole_step(trainer: TrainerRank, mini: MiniBatch, mine: list[Sample]) -> dic
 
     async def run() -> Any:
         await trainer.push(0, mine)
-        kl = await trainer.prepare(batch)
+        kl = await trainer.compute_logprobs(batch)
         return kl, await trainer.update(batch)
 
     found, (kl, stats) = gradients_of(trainer.backend, lambda: asyncio.run(run()))

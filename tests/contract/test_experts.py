@@ -19,7 +19,7 @@ from gcore.content.tokens import Tokens
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
-from gcore.models.decoders import find_routers
+from gcore.models.decoders import find_expert_routers
 from gcore.training.backend import NewNetwork
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.objective import StepData
@@ -39,7 +39,7 @@ def policy(config: Config, moved: float) -> Any:
         for parameter in network.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-        for router in find_routers(network):
+        for router in find_expert_routers(network):
             router.weight.add_(torch.randn(router.weight.shape, generator=generator) * moved)
     return network
 

@@ -134,7 +134,7 @@ async def step(trainer: TrainerRank, topology: Topology, rank: int, number: int,
     batch = layout[topology.data_rank(rank)]
     batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples if s.key in batch.keys})
     await trainer.push(0, [s for s in samples if s.key in batch.advantages])
-    await trainer.prepare(batch)
+    await trainer.compute_logprobs(batch)
     columns = {str(key): values.tolist() for key, values in trainer._data.columns["ref_logprobs"].items()}
     stats = await trainer.update(batch)
     metrics = {name: dataclasses.astuple(metric) for name, metric in stats.metrics.items()}
@@ -157,7 +157,7 @@ def run_case(folder: Path, case: Case, rank: int) -> dict[str, Any]:
         saved.mkdir(exist_ok=True)
 
         async def run(trainer: TrainerRank = trainer, used: Topology = used) -> dict[str, Any]:
-            await trainer.begin()
+            await trainer.end_warm_start()
             rows = [await step(trainer, used, rank, number, context) for number in range(3)]
             return {"rows": rows, "weights": await weights_of(trainer)}
 

@@ -62,7 +62,7 @@ async def step(trainer: TrainerRank, number: int, rank: int, topology: Topology)
     batch = layout[topology.data_rank(rank)]
     batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples if s.key in batch.keys})
     await trainer.push(0, [s for s in samples if s.key in batch.advantages])
-    await trainer.prepare(batch)
+    await trainer.compute_logprobs(batch)
     stats = await trainer.update(batch)
     own = {name: dataclasses.astuple(metric) for name, metric in stats.metrics.items()} | {"norm": stats.grad_norm}
     found: list[Any] = [None] * topology.ranks
@@ -94,7 +94,7 @@ def member(rank: int, folder: str) -> None:
 async def one(trainer: TrainerRank, kind: str, here: Path, name: str, source: str, place: tuple[int, Topology]) -> Any:
     """A world that saves goes on with the next step too, so that its loss is the one to expect."""
     if kind == "saved":
-        await trainer.begin()
+        await trainer.end_warm_start()
         for number in range(STEPS):
             await step(trainer, number, *place)
         (here / name).mkdir(exist_ok=True)

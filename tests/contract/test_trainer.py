@@ -118,7 +118,7 @@ def train(config: Config, rank: int, world: World) -> dict[str, Any]:
     trainer = TrainerRank(config, backend_of(config, world), rank, 1, Tracer(None, f"trainer-{rank}"))
 
     async def run() -> dict[str, Any]:
-        await trainer.begin()
+        await trainer.end_warm_start()
         rows: list[dict[str, Any]] = []
         for step in (1, 2):
             samples = samples_of(step, prompts=6)
@@ -133,7 +133,7 @@ def train(config: Config, rank: int, world: World) -> dict[str, Any]:
             batch = layout[world.topology.data_rank(rank)]
             batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples if s.key in batch.keys})
             await trainer.push(0, [s for s in samples if s.key in batch.advantages])
-            kl = await trainer.prepare(batch)
+            kl = await trainer.compute_logprobs(batch)
             stats = await trainer.update(batch)
             metrics = {name: dataclasses.astuple(metric) for name, metric in stats.metrics.items()}
             rows.append({"norm": stats.grad_norm, "kl": [[*key, value] for key, value in kl.items()], **metrics})

@@ -47,8 +47,8 @@ def resume(run: Path, *overrides: str) -> Any:
 
 def test_saves_at_every_step_change_nothing(whole, saved):
     assert plain(saved) == plain(whole)
-    assert [path.name for path in store.complete(saved)] == ["step_4", "step_5", "step_6"]
-    found = [store.read_manifest(path) for path in store.complete(saved)]
+    assert [path.name for path in store.complete_checkpoints(saved)] == ["step_4", "step_5", "step_6"]
+    found = [store.read_manifest(path) for path in store.complete_checkpoints(saved)]
     assert [manifest["parent"] for manifest in found] == ["step_3", "step_4", "step_5"]
     assert found[0]["topology"] == {"controllers": 2, "trainers": 1, "tensor_parallel": 1, "engines": 1}
     for name in ("weights/0-0.safetensors", "optimizer/0-0.safetensors", "state.json"):  # invariant 9
@@ -89,7 +89,7 @@ def test_a_kill_during_a_save_is_resumed_exactly(tmp_path, monkeypatch, whole, m
             resume(run, "run.resume=never")
             raise AssertionError("the run did not die")
     assert not isinstance(died.value, AssertionError)
-    assert [path.name for path in store.complete(run)][-1] == "step_3"
+    assert [path.name for path in store.complete_checkpoints(run)][-1] == "step_3"
     assert (run / "step_4.partial").is_dir() and steps(rows(run))[-1]["step"] >= 4
     done = resume(run, "controllers=3")
     assert done.returncode == 0 and "step_3 at step 3" in done.stdout, done.stdout + done.stderr
@@ -114,9 +114,9 @@ def test_a_checkpoint_in_memory_is_resumed_exactly(tmp_path, monkeypatch, whole)
             resume(run, "run.resume=never", *often)
             raise AssertionError("the run did not die")
     assert not isinstance(died.value, AssertionError)
-    assert [path.name for path in memory.complete(run)][-2:] == ["step_3", "step_5"]
+    assert [path.name for path in memory.complete_checkpoints(run)][-2:] == ["step_3", "step_5"]
     held = (run / "memory").resolve()
-    assert held.is_relative_to(memory.SHARED_MEMORY) and store.damage(run / "memory" / "step_5") is None
+    assert held.is_relative_to(memory.SHARED_MEMORY) and store.first_damaged_file(run / "memory" / "step_5") is None
     done = resume(run, "controllers=3", *often)
     assert done.returncode == 0 and "memory/step_5 at step 5" in done.stdout, done.stdout + done.stderr
     assert plain(run) == plain(whole)
@@ -141,17 +141,17 @@ def test_a_flipped_byte_in_any_file_of_a_run_is_noticed(tmp_path):
     """Also in the groups that wait for a later step."""
     keep = ("sampling.surplus=keep", "sampling.oversampling=1.5", "run.steps=2", "checkpoint.every=1")
     train(tmp_path, "pending", *HERE, *DYNAMIC, *keep)
-    checkpoint = store.complete(tmp_path / "runs" / "pending")[-1]
+    checkpoint = store.complete_checkpoints(tmp_path / "runs" / "pending")[-1]
     kinds = set()
     for file in (path for path in checkpoint.rglob("*") if path.is_file()):
         content = file.read_bytes()
         for place in (0, len(content) // 2, len(content) - 1):
             file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-            assert store.damage(checkpoint) == file.relative_to(checkpoint).as_posix()
+            assert store.first_damaged_file(checkpoint) == file.relative_to(checkpoint).as_posix()
         file.write_bytes(content)
         kinds.add(file.name if file.parent == checkpoint else file.parent.name)
     assert kinds >= {"weights", "optimizer", "reference", "trainer.json", "state.json", "manifest.json"}
-    assert any(kind.startswith("pending-") for kind in kinds) and store.damage(checkpoint) is None
+    assert any(kind.startswith("pending-") for kind in kinds) and store.first_damaged_file(checkpoint) is None
 
 
 def test_a_damaged_checkpoint_is_skipped_and_the_user_is_told(tmp_path, saved):
@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_user_is_told(tmp_path, saved):
     assert {path.name for path in run.glob("*.damaged")} == {"step_5.damaged", "step_6.damaged"}
     explicit = resume(run, f"run.resume={run}/step_6.damaged")
     assert explicit.returncode == 2 and "damaged or missing" in explicit.stderr
-    for checkpoint in store.complete(run):
+    for checkpoint in store.complete_checkpoints(run):
         (checkpoint / "trainer.json").unlink()
     none = resume(run)
     assert none.returncode == 2 and "all checkpoints are damaged" in none.stderr, none.stderr
@@ -213,7 +213,7 @@ def test_after_a_full_disk_the_run_goes_on(tmp_path, monkeypatch, whole, how):
     done = resume(run, "run.resume=never")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checkpoint not written, the run goes on" in done.stdout
-    assert [path.name for path in store.complete(run)] == ["step_3", "step_5", "step_6"]
+    assert [path.name for path in store.complete_checkpoints(run)] == ["step_3", "step_5", "step_6"]
     assert plain(run) == plain(whole) and not list(run.glob("*.partial"))
 
 
@@ -222,7 +222,7 @@ def test_after_a_full_disk_the_run_ends_if_asked_to(tmp_path, monkeypatch):
     full_at(2, monkeypatch, "preflight")
     done = resume(run, "run.resume=never", "checkpoint.on_failure=stop")
     assert done.returncode == 2 and "checkpoint of step 2 needs" in done.stderr, done.stderr
-    assert [path.name for path in store.complete(run)][-1] == "step_1"
+    assert [path.name for path in store.complete_checkpoints(run)][-1] == "step_1"
 
 
 def test_a_run_whose_last_checkpoint_fails_says_so(tmp_path, monkeypatch):
@@ -230,7 +230,7 @@ def test_a_run_whose_last_checkpoint_fails_says_so(tmp_path, monkeypatch):
     full_at(2, monkeypatch, "0-0.safetensors")
     done = resume(run, "run.resume=never", "run.steps=2")
     assert done.returncode == 2 and "the last checkpoint of the run was not written" in done.stderr, done.stderr
-    assert [path.name for path in store.complete(run)][-1] == "step_1"
+    assert [path.name for path in store.complete_checkpoints(run)][-1] == "step_1"
 
 
 # --- what a resume refuses

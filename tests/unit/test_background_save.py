@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def trained(config: Any, updates: int = 2) -> TrainerRank:
     trainer = trainer_of(config)
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     for seed in range(updates):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
     return trainer
@@ -111,7 +111,7 @@ async def in_the_reference_pass(trainer: TrainerRank, slow: SlowCopy, batch: Any
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.backend.networks["policy"].model, "forward", forward)
-        await trainer.prepare(batch)
+        await trainer.compute_logprobs(batch)
 
 
 def test_a_snapshot_is_of_its_moment_though_it_is_written_later(tmp_path):
@@ -196,7 +196,7 @@ def test_consecutive_checkpoints_differ_after_an_update(tmp_path):
         assert len({files[name] for files in found}) == 3, name
     assert len({files["reference/0-0.safetensors"] for files in found}) == 1
     assert copied.count("reference") == 1 and copied.count("weights") == 3
-    asyncio.run(trainer.begin())  # the policy of now is the reference
+    asyncio.run(trainer.end_warm_start())  # the policy of now is the reference
     found.append(files_of(trainer, tmp_path / "begun"))
     assert found[-1]["reference/0-0.safetensors"] != found[0]["reference/0-0.safetensors"]
 
@@ -257,7 +257,7 @@ def test_a_load_brings_a_living_rank_exactly_to_the_saved_state(tmp_path, sectio
     async def disturb() -> None:
         await asyncio.to_thread(update, trainer, samples_of(5), batch_of(samples_of(5)))
         await trainer.push(0, samples)  # samples that nobody trains on
-        await trainer.prepare(batch_of(samples))
+        await trainer.compute_logprobs(batch_of(samples))
         batch = dataclasses.replace(batch_of(samples), advantages={s.key: s.reward for s in samples})
         mini = batch.mini_batches[0]
         trainer._fill_targets(batch)

@@ -31,7 +31,7 @@ def test_loss_and_gradients_do_not_depend_on_the_layout(algorithm):
     """The ranks are played one after another; their gradients and metrics are added as the collectives do."""
     config, samples = config_of(algorithm=algorithm), samples_of(3, prompts=6, siblings=4)
     metas, trainer, results = [meta_of(s) for s in samples], trainer_of(config), {}
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     for name, changes in LAYOUTS.items():
         request = {"num_ranks": 4, "max_tokens": 40, **changes}
         batches = make_layout(metas, step=1, mini_batches=1, cost=CostModel(100.0), **request)

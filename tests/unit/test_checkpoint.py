@@ -23,7 +23,7 @@ def save(folder: Path, step: int, content: bytes = b"weights", **about) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return [path.name for path in store.complete(folder)]
+    return [path.name for path in store.complete_checkpoints(folder)]
 
 
 def test_round_trip(tmp_path):
@@ -80,7 +80,7 @@ def test_a_kill_at_any_call_of_commit_leaves_the_old_or_the_new_checkpoint(tmp_p
                 died += 1
         found = names(folder)
         assert found in (["step_1"], ["step_2"], ["step_1", "step_2"]), (name, number)
-        for checkpoint in store.complete(folder):
+        for checkpoint in store.complete_checkpoints(folder):
             store.verify(checkpoint)
         save(folder, 3)
         assert names(folder)[-1] == "step_3" and not list(folder.glob("*.partial"))
@@ -140,9 +140,9 @@ def test_every_flipped_byte_is_noticed(tmp_path):
         for place in range(len(content)):
             for flip in (1, 0x20, 0xFF):
                 file.write_bytes(content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :])
-                assert store.damage(checkpoint) == name, (name, place)
+                assert store.first_damaged_file(checkpoint) == name, (name, place)
         file.write_bytes(content)
-    assert store.damage(checkpoint) is None
+    assert store.first_damaged_file(checkpoint) is None
 
 
 DAMAGES = {
@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, what):
     last = save(tmp_path, 2)
     name, damage = DAMAGES[what]
     damage(last)
-    assert store.damage(last) == name
+    assert store.first_damaged_file(last) == name
     with pytest.raises(UserError, match=rf"step_2/{name}: damaged or missing; use an older checkpoint.*run\.resume"):
         store.verify(last)
 
@@ -167,13 +167,13 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, what):
 def test_a_file_that_the_disk_cannot_read_is_damaged(tmp_path, monkeypatch):
     last = save(tmp_path, 2)
     monkeypatch.setattr(store, "entry_of", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    assert store.damage(last) is not None
+    assert store.first_damaged_file(last) is not None
 
 
 def test_the_files_are_shared_out_for_verification(tmp_path):
     checkpoint = save(tmp_path, 1)
     (checkpoint / FILE).write_bytes(b"other")
-    assert sorted(map(str, (store.damage(checkpoint, part, 2) for part in range(2)))) == ["None", FILE]
+    assert sorted(map(str, (store.first_damaged_file(checkpoint, part, 2) for part in range(2)))) == ["None", FILE]
 
 
 @pytest.mark.parametrize("found", [{"format": 3, "files": {}}, {"format": 5, "files": {}}])
@@ -182,7 +182,7 @@ def test_another_format_is_refused(tmp_path, found):
     text = json.dumps(found) if found["format"] < 4 else store._sealed(found)
     (checkpoint / store.MANIFEST).write_text(text)
     with pytest.raises(UserError, match=rf"has checkpoint format {found['format']}; this version reads 4"):
-        store.damage(checkpoint)
+        store.first_damaged_file(checkpoint)
 
 
 # --- which remain
@@ -221,7 +221,7 @@ def test_what_was_just_saved_is_never_dropped(tmp_path, last):
         save(tmp_path, step)
     final = save(tmp_path, 4)
     store.retain(final, last)
-    assert final in store.complete(tmp_path) and len(names(tmp_path)) == last
+    assert final in store.complete_checkpoints(tmp_path) and len(names(tmp_path)) == last
 
 
 def test_resume(tmp_path):

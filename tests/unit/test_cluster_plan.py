@@ -68,7 +68,7 @@ def test_a_node_that_leaves_while_it_is_checked_does_not_end_the_run(config, mon
 
     saved = iter([[], ["step_2"]])
     monkeypatch.setattr(heal, "NODES_S", 0.01)
-    monkeypatch.setattr(heal.store, "complete", lambda folder: next(saved))
+    monkeypatch.setattr(heal.store, "complete_checkpoints", lambda folder: next(saved))
     with pytest.raises(heal.NodesChanged, match=r"new: 10\.0\.0\.1"):
         asyncio.run(asyncio.wait_for(heal.watch_for_new_nodes(plan, run, see), 60))
     assert not answers

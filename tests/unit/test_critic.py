@@ -51,7 +51,7 @@ def trainer_of(config: Config, begin: bool = True) -> TrainerRank:
     backend = partial(FsdpBackend, config, networks, CPU, torch.float32)
     trainer = TrainerRank(config, backend, 0, 1, Tracer(None, "trainer-0"))
     if begin:
-        asyncio.run(trainer.begin())
+        asyncio.run(trainer.end_warm_start())
     return trainer
 
 
@@ -196,7 +196,7 @@ def test_a_rank_without_samples_joins_the_updates():
     before = critic_weights(trainer)
     mini = MiniBatch((MicroBatch((), 8),), num_actions=3, num_samples=1)
     batch = TrainBatch(1, (mini, mini))
-    asyncio.run(trainer.prepare(batch))
+    asyncio.run(trainer.compute_logprobs(batch))
     stats = asyncio.run(trainer.update(batch))
     assert stats.updates == 2 and stats.skipped == 0 and stats.metrics["critic/loss"].total == 0.0
     assert same(before, critic_weights(trainer))  # the gradients of the others are missing here

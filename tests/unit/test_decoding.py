@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from gcore.content import decoding
-from gcore.content.decoding import TextDecoder
+from gcore.content.decoding import Detokenizer
 from gcore.prompts.tokenizer import build_char_tokenizer
 
 TEXTS = ["zwölf Äpfel, 12 €", "x = x + 1  # 猫\n", "the quick brown fox, the quick brown dog ."]
@@ -57,7 +57,7 @@ def test_the_text_is_that_of_the_tokenizer(tokenizer: Any, by_batch: bool) -> No
     sequences = [rng.integers(0, size, length).astype(np.int32) for length in (0, 1, 7, 200)]
     sequences.append(np.arange(size, dtype=np.int32))
     expected = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sequences]
-    assert asyncio.run(TextDecoder(tokenizer).texts(sequences)) == expected
+    assert asyncio.run(Detokenizer(tokenizer).texts(sequences)) == expected
     assert (decoding._without_lock(tokenizer) is not None) == by_batch
 
 
@@ -77,7 +77,7 @@ class Waits:
 def test_the_event_loop_runs_while_text_is_decoded() -> None:
     async def main() -> None:
         tokenizer = Waits()
-        decoder = TextDecoder(tokenizer)
+        decoder = Detokenizer(tokenizer)
         long = decoding.INLINE_TOKENS
         pairs = [[np.full(long, i), np.full(long, i + 10)] for i in range(3)]
         calls = [asyncio.ensure_future(decoder.texts(pair)) for pair in pairs]
@@ -91,7 +91,7 @@ def test_the_event_loop_runs_while_text_is_decoded() -> None:
 
 def test_special_tokens_that_a_text_leaves_out_have_places() -> None:
     tokenizer = build_char_tokenizer("0123456789+=")
-    decoder, eos, pad = TextDecoder(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id
+    decoder, eos, pad = Detokenizer(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id
     digits = tokenizer("12", add_special_tokens=False)["input_ids"]
     tokens = np.array([eos, *digits, pad, pad, pad, digits[0], eos], np.int32)
     names = tokenizer.convert_ids_to_tokens([eos, pad])
@@ -105,7 +105,7 @@ def test_places_in_texts_whose_parts_depend_on_what_is_before_them() -> None:
     """WordPiece joins `##ping` to the word before it, and a clean-up removes spaces."""
     tokenizer = word_pieces()
     tokens = np.array([1, 2, 0, 3, 5, 4], np.int32)  # do n't [UNK] stop ##ping .
-    decoder = TextDecoder(tokenizer)
+    decoder = Detokenizer(tokenizer)
     text = decoder.decode(tokens.tolist())
     ((place, name),) = decoder.hidden(tokens, text)
     assert (text[:place], name) == (decoder.decode([1, 2]), "[UNK]")

@@ -61,7 +61,7 @@ def test_it_takes_a_third_of_its_time_to_prepare_and_the_whole_to_update():
         (batch,) = laid_out(samples, 1, mini_batches=2)
         await trainer.push(0, samples[:3])
         await trainer.push(1, samples[3:])
-        await trainer.prepare(batch)
+        await trainer.compute_logprobs(batch)
         assert now() == pytest.approx(0.6)  # 60 x 0.03 / 3
         stats = await trainer.update(batch)
         assert now() == pytest.approx(2.4)
@@ -108,7 +108,7 @@ def test_rank_0_has_the_weights_and_a_checkpoint_restores_the_updates(tmp_path):
         ranks = [EmulatedTrainer(0.0, rank=rank) for rank in range(2)]
         batches = laid_out([sample(1, 5), sample(2, 5)], 2)
         for n, (trainer, batch) in enumerate(zip(ranks, batches, strict=True)):
-            await trainer.begin()
+            await trainer.end_warm_start()
             for key in [
                 key for mini in batch.mini_batches for micro in mini.micro_batches for r in micro.rows for key in r
             ]:

@@ -1,4 +1,5 @@
-"""protocols.Group: everyone's values by rank, and lines that do not know of one another. Tasks, and real processes."""
+"""protocols.ControllerGroup: everyone's values by rank, and lines that do not know of one another. Tasks, and real
+processes."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from gcore.protocols import Group, Rendezvous
+from gcore.protocols import ControllerGroup, Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.runtime.tree import TreeGroup, _link, parent_of
 
-Program = Callable[[Group], Coroutine[Any, Any, Any]]
+Program = Callable[[ControllerGroup], Coroutine[Any, Any, Any]]
 
 
 def with_tasks(size: int, program: Program) -> list[Any]:
@@ -66,7 +67,7 @@ def _member(rank: int, size: int, address: str, program: Program, answer: Any) -
 RUNNERS = {"local": with_tasks, "tree": with_processes}
 
 
-async def talk(group: Group) -> dict[str, Any]:
+async def talk(group: ControllerGroup) -> dict[str, Any]:
     """Rank 0 goes ahead on the second line; rank 1 comes there only after both have met on the first, thrice."""
     first, second = group.subgroup(), group.subgroup()
     found: dict[str, Any] = {"rank": group.rank, "size": (group.size, first.size, second.rank)}
@@ -232,7 +233,7 @@ def test_a_line_of_a_line_is_refused_where_numbers_would_clash():
 
 
 def test_alone():
-    async def program(group: Group) -> list[Any]:
+    async def program(group: ControllerGroup) -> list[Any]:
         await group.barrier("c")
         merged = await group.reduce("d", 3, max)
         return [await group.all_gather("a", 1), await group.subgroup().all_gather("b", 2), merged]

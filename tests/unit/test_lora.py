@@ -81,7 +81,7 @@ def merged_of(trainer: TrainerRank) -> Any:
 
 def trained(config: Config, updates: int = 3) -> TrainerRank:
     trainer = trainer_of(config)
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     for seed in range(updates):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
     return trainer
@@ -169,7 +169,7 @@ def test_training_changes_adapters_alone_and_merged_they_are_the_policy(architec
     trainer = trainer_of(config)
     network = trainer.backend.networks["policy"].model.network
     before = {n: p.full_tensor().clone() for n, p in network.named_parameters()}
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     for seed in range(3):
         stats = update(trainer, samples_of(seed), batch_of(samples_of(seed)))
         assert stats.grad_norm > 0 and stats.skipped == 0
@@ -184,7 +184,7 @@ def test_training_changes_adapters_alone_and_merged_they_are_the_policy(architec
     assert info.num_parameters == sum(v.size for v in weights_of(trainer).values())
     merged, samples = merged_of(trainer), samples_of(7)
     asyncio.run(trainer.push(0, samples))
-    asyncio.run(trainer.prepare(batch_of(samples, mini_batches=2)))
+    asyncio.run(trainer.compute_logprobs(batch_of(samples, mini_batches=2)))
     for sample in samples:
         expected, plain = alone(merged, sample)[0], alone(network_of(config), sample)[0]
         assert torch.allclose(trainer._data.columns["old_logprobs"][sample.key], expected, atol=1e-5, rtol=0)
@@ -196,14 +196,14 @@ def test_the_reference_is_the_policy_at_begin(mini_batches):
     config = lora_of(algorithm={"kl_coef": 0.1, "mini_batches": mini_batches})
     trainer, samples = trainer_of(config), samples_of()
     update(trainer, samples, batch_of(samples, objective="warm_start"))
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     start = merged_of(trainer)
     assert update(trainer, samples, batch_of(samples)).metrics["actor/kl"].total == pytest.approx(0, abs=1e-5)
     update(trainer, samples, batch_of(samples))
     now, factors, batch = merged_of(trainer), weights_of(trainer), batch_of(samples, mini_batches=mini_batches)
     factors = {name: np.array(value) for name, value in factors.items()}
     asyncio.run(trainer.push(0, samples))
-    asyncio.run(trainer.prepare(batch))
+    asyncio.run(trainer.compute_logprobs(batch))
     for sample in samples:
         assert torch.allclose(
             trainer._data.columns["ref_logprobs"][sample.key], alone(start, sample)[0], atol=1e-5, rtol=0
@@ -256,7 +256,7 @@ def train_as(rank: int, size: int, shard: int, folder: Path, dtype: torch.dtype 
     tracer, norms = Tracer(None, f"trainer-{rank}"), list[float]()
     backend = partial(FsdpBackend, config, {"policy": NewNetwork(lambda: network_of(config))}, CPU, dtype, shard)
     trainer = TrainerRank(config, backend, rank, 1, tracer)
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     for seed in range(2):
         samples = samples_of(seed, prompts=6)
         layout = {"step": 1, "mini_batches": 2, "max_tokens": 60, "cost": CostModel(100.0), "objective": "policy"}
@@ -356,7 +356,7 @@ def test_logits_and_gradients_are_those_of_peft():
         for name, parameter in named.items():
             parameter.copy_(own[name])
     asyncio.run(trainer.push(0, samples))
-    asyncio.run(trainer.prepare(batch_of(samples, mini_batches=2)))
+    asyncio.run(trainer.compute_logprobs(batch_of(samples, mini_batches=2)))
     for sample in samples:
         expected = alone(theirs, sample)[0]
         assert torch.allclose(trainer._data.columns["old_logprobs"][sample.key], expected, atol=1e-5, rtol=0)

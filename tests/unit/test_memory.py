@@ -115,7 +115,7 @@ def run_all(rank: int, model: Path, folder: Path) -> dict[str, int]:
     with memory.phase("start"):
         trainer = trainer_of(rank, config)
     with memory.phase("begin"):
-        asyncio.run(trainer.begin())
+        asyncio.run(trainer.end_warm_start())
     samples = samples_of(0)
     layout = {"step": 1, "mini_batches": 1, "max_tokens": 20, "cost": CostModel(100.0), "objective": "policy"}
     batch = make_layout([meta_of(s) for s in samples], num_ranks=RANKS, **layout)[rank]

@@ -27,25 +27,25 @@ def save(folder, step):
 def test_the_newest_checkpoint_of_both_places_is_last(run):
     for folder, step in ((run, 2), (run / memory.LINK, 3), (run / memory.LINK, 2)):
         save(folder, step)
-    found = [(path.name, memory.is_in_memory(path)) for path in memory.complete(run)]
+    found = [(path.name, memory.is_in_memory(path)) for path in memory.complete_checkpoints(run)]
     assert found == [("step_2", True), ("step_2", False), ("step_3", True)]
-    assert all(store.damage(path) is None for path in memory.complete(run))
+    assert all(store.first_damaged_file(path) is None for path in memory.complete_checkpoints(run))
     memory.drop(run)
-    assert [path.name for path in memory.complete(run)] == ["step_2"]
+    assert [path.name for path in memory.complete_checkpoints(run)] == ["step_2"]
 
 
 def test_a_run_that_is_opened_again_keeps_what_is_in_memory(run):
     save(run / memory.LINK, 3)
     memory.open_memory(run)
-    assert [path.name for path in memory.complete(run)] == ["step_3"]
+    assert [path.name for path in memory.complete_checkpoints(run)] == ["step_3"]
     memory.close_memory(run)
-    assert not memory.complete(run) and not list(memory.SHARED_MEMORY.iterdir())
+    assert not memory.complete_checkpoints(run) and not list(memory.SHARED_MEMORY.iterdir())
 
 
 def test_a_machine_that_was_started_again_has_an_empty_memory(run):
     save(run / memory.LINK, 3)
     shutil.rmtree((run / memory.LINK).resolve())
-    assert not memory.complete(run)
+    assert not memory.complete_checkpoints(run)
     memory.open_memory(run)
     assert save(run / memory.LINK, 1).is_dir()
 
@@ -55,7 +55,7 @@ def test_the_memory_of_a_deleted_run_is_freed_and_never_resumed(run):
     shutil.rmtree(run)
     run.mkdir()
     memory.open_memory(run)
-    assert not memory.complete(run) and len(list(memory.SHARED_MEMORY.iterdir())) == 1
+    assert not memory.complete_checkpoints(run) and len(list(memory.SHARED_MEMORY.iterdir())) == 1
 
 
 def test_the_memory_of_a_run_that_cannot_be_seen_is_kept(run):
@@ -82,14 +82,14 @@ def test_the_memory_of_another_run_is_neither_used_nor_deleted(run):
     save(run / memory.LINK, 3)
     held, copy = (run / memory.LINK).resolve(), run.with_name("copy")
     shutil.copytree(run, copy, symlinks=True)
-    assert memory.complete(copy) == []
+    assert memory.complete_checkpoints(copy) == []
     memory.drop(copy)
     memory.close_memory(copy)
     memory.open_memory(copy)
     save(copy / memory.LINK, 7)
     assert [path.name for path in held.iterdir() if path.is_dir()] == ["step_3"]
-    assert [path.name for path in memory.complete(run)] == ["step_3"]
-    assert [path.name for path in memory.complete(copy)] == ["step_7"]
+    assert [path.name for path in memory.complete_checkpoints(run)] == ["step_3"]
+    assert [path.name for path in memory.complete_checkpoints(copy)] == ["step_7"]
 
 
 @pytest.mark.parametrize("name", [f"{memory.PREFIX}link", "other"])
@@ -111,7 +111,7 @@ def test_only_folders_that_a_run_has_made_are_deleted(run, tmp_path, name):
 def test_a_kill_before_the_owner_is_written(run):
     ((run / memory.LINK).resolve() / memory.OWNER).unlink()
     memory.open_memory(run)
-    assert save(run / memory.LINK, 1).is_dir() and len(memory.complete(run)) == 1
+    assert save(run / memory.LINK, 1).is_dir() and len(memory.complete_checkpoints(run)) == 1
 
 
 def test_nodes_share_no_memory(run, monkeypatch):

@@ -39,7 +39,7 @@ from gcore.controller.services import Services
 from gcore.controller.status import LiveStatus
 from gcore.generation.noise import uniforms
 from gcore.generation.pool import EnginePool
-from gcore.launch.user_code import make_scoring
+from gcore.launch.user_code import make_advantage_settings
 from gcore.modalities.table import kind_of
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.trace import Tracer
@@ -213,12 +213,12 @@ class PushTrainer:
     async def info(self) -> TrainerInfo:
         return TrainerInfo(num_parameters=1, hidden_size=1)
 
-    async def begin(self) -> None: ...
+    async def end_warm_start(self) -> None: ...
 
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
         self._samples |= {sample.key: sample for sample in samples}
 
-    async def prepare(self, batch: TrainBatch) -> dict[Any, Any]:
+    async def compute_logprobs(self, batch: TrainBatch) -> dict[Any, Any]:
         return {}
 
     async def update(self, batch: TrainBatch) -> UpdateStats:
@@ -255,7 +255,7 @@ class PushTrainer:
 
     async def abandon(self) -> None: ...
 
-    async def load(self, folder: str, begun: bool = True) -> None:
+    async def load(self, folder: str, after_warm_start: bool = True) -> None:
         self.mean = json.loads((Path(folder) / "mean.json").read_text())
 
 
@@ -326,7 +326,7 @@ class World:
             kind=kind_of(config),
             modality=PushModality(),
             workflow=generate_and_reward,
-            scoring=make_scoring(config),
+            scoring=make_advantage_settings(config),
             group_filter=spread if self.filters else no_filter,
             pool=pool,
             rewarder=rewarder,

@@ -11,7 +11,7 @@ from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.forecast import Forecast, best_static_split
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, neighbours, split_by
 from gcore.placement.guard import CANDIDATES, COLOCATED, MOVING, MOVING_RULE, STATIC, GuardState
-from gcore.placement.rules import Costs, Load, View
+from gcore.placement.rules import ClusterLoad, Load, RoleSpeeds
 from gcore.simulate.run import simulate, static_name
 from gcore.simulate.scenario import load_scenario
 from gcore.simulate.table import best_static
@@ -22,7 +22,7 @@ SPEED = ReplicaSpeed(
     base_s=0.01, per_sequence_s=0.001, prefill_s_per_token=0.0001, max_concurrent=10, sleep_s=1.0, wake_s=2.0,
     weights_s=3.0,
 )  # fmt: skip
-COSTS = Costs(DeviceGrid(4, {POLICY: 1, JUDGE: 1}), {POLICY: SPEED, JUDGE: SPEED})
+COSTS = RoleSpeeds(DeviceGrid(4, {POLICY: 1, JUDGE: 1}), {POLICY: SPEED, JUDGE: SPEED})
 TWO = Split((POLICY, POLICY, JUDGE, JUDGE))
 
 
@@ -32,7 +32,7 @@ def expected(groups=4, rate=1.0, samples=2, length=100.0, verdict=20.0):
         POLICY: Load(waiting=round(requests), needed=requests, lengths=(length,)),
         JUDGE: Load(needed=requests, lengths=(verdict,)),
     }
-    return View(loads, groups=groups, rate=rate, samples=samples)
+    return ClusterLoad(loads, groups=groups, rate=rate, samples=samples)
 
 
 # ---- the forecast -------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_static_is_tried_when_moving_takes_longer_than_forecast():
 
 
 def test_decisions_follow_the_candidate():
-    backlog = View(
+    backlog = ClusterLoad(
         {POLICY: Load(running=40, needed=30, lengths=(500, 1000)), JUDGE: Load(waiting=3000, needed=3000)},
         elapsed_s=10.0,
     )

@@ -11,11 +11,11 @@ from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.baselines import ColocatedEarlyRule, ColocatedRule, EarlySwapRule, StaticRule, UtilisationRule
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, shares, split_by
 from gcore.placement.rules import (
-    Costs,
+    ClusterLoad,
     EndEstimate,
     Load,
     MovingRule,
-    View,
+    RoleSpeeds,
     arranged,
     generated_s,
     judged_s,
@@ -37,7 +37,7 @@ def end_s(view, known, power):
 def costs(blocks=8, widths=(1, 1), speeds=None, roles=(POLICY, JUDGE)):
     widths = dict(zip(roles, widths, strict=True))
     grid = DeviceGrid(blocks * max(widths.values()), widths)
-    return Costs(grid, speeds or dict.fromkeys(roles, SPEED))
+    return RoleSpeeds(grid, speeds or dict.fromkeys(roles, SPEED))
 
 
 def owners(split, moves):
@@ -113,10 +113,10 @@ def test_useful_concurrency():
 def test_end_is_the_later_of_generation_and_judging():
     known = costs(blocks=2)
     load = Load(running=10, needed=10, lengths=(100,))
-    view = View({POLICY: load, JUDGE: Load()})
+    view = ClusterLoad({POLICY: load, JUDGE: Load()})
     assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(0.01 * 100 + 0.001 * 1000)
     backlog = Load(running=30, needed=30, lengths=(1000,))
-    view = View({POLICY: load, JUDGE: backlog})
+    view = ClusterLoad({POLICY: load, JUDGE: backlog})
     assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(judged_s(backlog, SPEED))
     assert end_s(view, known, {POLICY: 2, JUDGE: 0}) == math.inf
 
@@ -124,13 +124,13 @@ def test_end_is_the_later_of_generation_and_judging():
 def test_the_last_verdict_lies_behind_the_last_response():
     """All responses end at 2 s; three quarters of the 0.4 s of judging follow, then one verdict of 0.2 s alone."""
     known = costs(blocks=2)
-    view = View({POLICY: Load(running=10, needed=10, lengths=(100,)), JUDGE: Load(needed=10, lengths=(20,))})
+    view = ClusterLoad({POLICY: Load(running=10, needed=10, lengths=(100,)), JUDGE: Load(needed=10, lengths=(20,))})
     assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(2.0 + 0.75 * 0.4 + 0.2)
 
 
 # ---- MovingRule --------------------------------------------------------------------------------------------------
 
-BACKLOG = View(
+BACKLOG = ClusterLoad(
     {
         POLICY: Load(running=40, needed=30, lengths=(500, 1000, 2000)),
         JUDGE: Load(running=10, waiting=3000, needed=3000, lengths=(400,)),
@@ -159,7 +159,7 @@ def test_the_slowest_block_goes_first_from_the_role_with_the_longest_requests():
     moves = MovingRule(max_share=0.5)(split, view, known)
     assert [(m.block, m.target) for m in moves] == [(2, JUDGE), (1, JUDGE), (3, JUDGE)]
     loads = {POLICY: replace(BACKLOG.loads[POLICY], running=0, waiting=40), JUDGE: Load(needed=1, lengths=(400,))}
-    back = MovingRule()(split_by(known.grid, {POLICY: 2, JUDGE: 6}), View(loads), known)
+    back = MovingRule()(split_by(known.grid, {POLICY: 2, JUDGE: 6}), ClusterLoad(loads), known)
     assert back and all(m.target == POLICY for m in back) and 7 not in [m.block for m in back]
 
 
@@ -168,7 +168,9 @@ def test_a_slow_block_counts_less():
     known = replace(costs(), relative={0: 0.5, 3: 0.5})
     assert known.power([0, 1, 2, 3]) == 3.0
     assert end_s(BACKLOG, known, {POLICY: 6.0, JUDGE: 1.5}) > end_s(BACKLOG, known, {POLICY: 6, JUDGE: 2})
-    view = View({POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(500,))})
+    view = ClusterLoad(
+        {POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(500,))}
+    )
     found = MovingRule().begin(view, known)
     assert found[0] == found[3] == JUDGE, "the judge has the slow blocks"
     assert arranged(split_by(known.grid, {POLICY: 5, JUDGE: 3}), view, known).blocks(JUDGE) == [0, 3, 7]
@@ -230,9 +232,9 @@ def test_two_roles_without_a_block_get_one_each():
     split = Split((JUDGE,) * 6 + ("critic",) * 2)
     waits, later = Load(waiting=22, needed=3, lengths=(100,)), Load(needed=11, lengths=(100,))
     starved = Load(waiting=11, needed=11, lengths=(100,))
-    view = View({POLICY: waits, JUDGE: later, "critic": later, "guard": starved})
+    view = ClusterLoad({POLICY: waits, JUDGE: later, "critic": later, "guard": starved})
     assert owners(split, MovingRule()(split, view, known)) == {JUDGE: 5, "critic": 1, POLICY: 1, "guard": 1}
-    done = View({POLICY: waits, JUDGE: later, "critic": Load(), "guard": Load()})
+    done = ClusterLoad({POLICY: waits, JUDGE: later, "critic": Load(), "guard": Load()})
     assert MovingRule()(split, done, known)[0].source == "critic", "first from a role that needs none"
 
 
@@ -241,7 +243,7 @@ def test_the_last_block_of_the_policy_counts_the_move_back_while_groups_may_be_d
     quick = {role: replace(SPEED, sleep_s=0.1, wake_s=0.1, weights_s=0.1) for role in (POLICY, JUDGE)}
     split = split_by(costs().grid, {POLICY: 1, JUDGE: 7})
     judge = Load(running=100, waiting=4000, needed=4000, lengths=(400,))
-    view = View({POLICY: Load(), JUDGE: judge})
+    view = ClusterLoad({POLICY: Load(), JUDGE: judge})
     assert [m.source for m in MovingRule()(split, view, costs(speeds=quick))] == [POLICY]
     gain = end_s(view, costs(), {POLICY: 1, JUDGE: 7}) - end_s(view, costs(), {POLICY: 0, JUDGE: 8})
     slow = {role: replace(SPEED, sleep_s=gain / 2, wake_s=gain / 2, weights_s=0.0) for role in (POLICY, JUDGE)}
@@ -254,8 +256,8 @@ def test_judges_wait_for_fuller_batches():
     speeds = {POLICY: SPEED, JUDGE: replace(SPEED, max_concurrent=200)}
     judge = Load(running=60, needed=4000, lengths=(100,))
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    soon = View({POLICY: Load(running=40, needed=40, age=990, lengths=(1000,)), JUDGE: judge})
-    late = View({POLICY: Load(running=40, needed=40, lengths=(100_000,)), JUDGE: judge})
+    soon = ClusterLoad({POLICY: Load(running=40, needed=40, age=990, lengths=(1000,)), JUDGE: judge})
+    late = ClusterLoad({POLICY: Load(running=40, needed=40, lengths=(100_000,)), JUDGE: judge})
     least, most = MovingRule().fill
     assert MovingRule()._required_fill(JUDGE, EndEstimate(soon, costs(speeds=speeds)), Counter(split.owners)) == least
     assert MovingRule()._required_fill(JUDGE, EndEstimate(late, costs(speeds=speeds)), Counter(split.owners)) == most
@@ -278,7 +280,7 @@ def random_view(rng, roles, blocks):
 
     work = {b: rng.uniform(0, 50) for b in range(blocks) if rng.random() < 0.8}
     moving = frozenset(b for b in range(blocks) if rng.random() < 0.1)
-    return View({role: load() for role in roles}, work, moving, rng.choice([0.0, math.inf]))
+    return ClusterLoad({role: load() for role in roles}, work, moving, rng.choice([0.0, math.inf]))
 
 
 @pytest.mark.parametrize("roles", [(POLICY, JUDGE), (POLICY, JUDGE, "critic")])
@@ -331,7 +333,9 @@ def test_moves_stop_under_constant_load():
 
 def test_begin():
     """If a move is quick compared with the wait for the first response, one judge is enough; else the best split."""
-    view = View({POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(1000,))})
+    view = ClusterLoad(
+        {POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(1000,))}
+    )
     cheap = {role: replace(SPEED, sleep_s=0.0, wake_s=0.001) for role in (POLICY, JUDGE)}
     assert Counter(MovingRule().begin(view, costs(speeds=cheap)).owners) == {POLICY: 7, JUDGE: 1}
     slow = {role: replace(SPEED, wake_s=1000.0) for role in (POLICY, JUDGE)}
@@ -352,11 +356,11 @@ def test_begin():
 def test_colocated_takes_turns():
     known, all_policy, colocated = costs(blocks=2), Split((POLICY, POLICY)), ColocatedRule()
     busy, idle = Load(running=1, needed=1), Load()
-    assert colocated(all_policy, View({POLICY: busy, JUDGE: busy}), known) == []
-    moves = colocated(all_policy, View({POLICY: idle, JUDGE: busy}), known)
+    assert colocated(all_policy, ClusterLoad({POLICY: busy, JUDGE: busy}), known) == []
+    moves = colocated(all_policy, ClusterLoad({POLICY: idle, JUDGE: busy}), known)
     assert owners(all_policy, moves) == {JUDGE: 2}
-    assert colocated(all_policy, View({POLICY: idle, JUDGE: busy}, moving=frozenset({1})), known) == []
-    enough = View({POLICY: Load(running=1), JUDGE: busy})
+    assert colocated(all_policy, ClusterLoad({POLICY: idle, JUDGE: busy}, moving=frozenset({1})), known) == []
+    enough = ClusterLoad({POLICY: Load(running=1), JUDGE: busy})
     assert colocated(all_policy, enough, known) == []
     assert owners(all_policy, ColocatedEarlyRule()(all_policy, enough, known)) == {JUDGE: 2}
 
@@ -364,20 +368,22 @@ def test_colocated_takes_turns():
 def test_early_swap_moves_each_block_as_it_drains():
     known, split, early_swap = costs(blocks=3), Split((POLICY, POLICY, JUDGE)), EarlySwapRule()
     judging = Load(running=5, waiting=3, needed=8)
-    view = View({POLICY: Load(running=2, needed=2), JUDGE: judging}, work={0: 0.0, 1: 2.0, 2: 5.0})
+    view = ClusterLoad({POLICY: Load(running=2, needed=2), JUDGE: judging}, work={0: 0.0, 1: 2.0, 2: 5.0})
     assert early_swap(split, view, known) == [Move(0, POLICY, JUDGE, "drained")]
     assert early_swap(split, replace(view, loads={**view.loads, POLICY: Load(waiting=1, needed=1)}), known) == []
-    back = View({POLICY: Load(waiting=4, needed=4), JUDGE: Load(running=1, needed=1)}, work={0: 0.0, 1: 2.0, 2: 0.0})
+    back = ClusterLoad(
+        {POLICY: Load(waiting=4, needed=4), JUDGE: Load(running=1, needed=1)}, work={0: 0.0, 1: 2.0, 2: 0.0}
+    )
     assert early_swap(split, back, known) == [Move(2, JUDGE, POLICY, "drained, policy waits")]
 
 
 def test_the_papers_rule_moves_one_block_from_the_least_to_the_most_utilised():
     known, split = costs(blocks=4), Split((POLICY, POLICY, POLICY, JUDGE))
-    view = View({POLICY: Load(busy=0.5), JUDGE: Load(busy=0.95)}, work={0: 3, 1: 1, 2: 2})
+    view = ClusterLoad({POLICY: Load(busy=0.5), JUDGE: Load(busy=0.95)}, work={0: 3, 1: 1, 2: 2})
     moves = UtilisationRule()(split, view, known)
     assert moves == [Move(1, POLICY, JUDGE, "judge is 95% busy, policy 50%")]
     assert UtilisationRule()(split, replace(view, since_move_s=9.0), known) == []
-    assert UtilisationRule()(split, View({POLICY: Load(busy=0.8), JUDGE: Load(busy=0.95)}), known) == []
+    assert UtilisationRule()(split, ClusterLoad({POLICY: Load(busy=0.8), JUDGE: Load(busy=0.95)}), known) == []
     assert UtilisationRule()(Split((POLICY, JUDGE, JUDGE, JUDGE)), view, known) == [], "the last one stays"
 
 

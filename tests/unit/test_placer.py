@@ -31,7 +31,7 @@ from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, RolloutProgress
 from gcore.placement.placer import RETRY_S, Placer
 from gcore.placement.replica_switch import ReplicaSwitch
-from gcore.placement.rules import Costs, View, request_limit
+from gcore.placement.rules import ClusterLoad, RoleSpeeds, request_limit
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.types import Request, SamplingParams
@@ -42,7 +42,7 @@ JUDGE, SLOTS, STOP = "judge", 4, 2
 LONG = 40
 TIMEOUT_S = 4.0
 TRAINING_S = 2.0
-Script = Callable[[int, Split, View], list[Move]]  # number of the poll, split, view
+Script = Callable[[int, Split, ClusterLoad], list[Move]]  # number of the poll, split, view
 
 
 def make_engine() -> EmulatedEngine:
@@ -113,11 +113,11 @@ class Scripted:
     script: Script
     poll: int = 0
 
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+    def begin(self, view: ClusterLoad, costs: RoleSpeeds, last: Split, took_s: float | None) -> Split:
         self.world.took[self.rank].append(took_s)
         return self.world.first or last
 
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
         self.poll += 1
         self.world.logs[self.rank].append((self.poll, split.check(costs.grid), view))
         return self.script(self.poll, split, view)
@@ -467,7 +467,7 @@ def test_polls_continue_until_all_controllers_are_done():
 def test_a_move_in_progress_at_the_end_is_completed():
     """The script always moves a block; `World.controller` checks that no move is left after the rollout."""
 
-    def to_and_fro(poll: int, split: Split, view: View) -> list[Move]:
+    def to_and_fro(poll: int, split: Split, view: ClusterLoad) -> list[Move]:
         if 1 in view.moving:
             return []
         return [to_judge()] if split[1] == POLICY else [to_policy(1)]
@@ -491,7 +491,7 @@ def test_a_failure_in_a_rollout_ends_the_polls():
 def test_a_rule_that_breaks_ends_the_rollout():
     """Without polls it might wait for ever."""
 
-    def broken(poll: int, split: Split, view: View) -> list[Move]:
+    def broken(poll: int, split: Split, view: ClusterLoad) -> list[Move]:
         raise ZeroDivisionError("no rule")
 
     with pytest.raises(ZeroDivisionError, match="no rule"):
@@ -675,7 +675,7 @@ def test_an_owner_that_does_not_wake_again_serves_after_a_restart():
 def test_a_failed_move_is_not_tried_again_at_once():
     """The rule wants the move at every poll; the new owner is dead for 20 s."""
 
-    def script(poll: int, split: Split, view: View) -> list[Move]:
+    def script(poll: int, split: Split, view: ClusterLoad) -> list[Move]:
         return [to_judge()] if split[1] == POLICY and 1 not in view.moving else []
 
     world = World(script, groups=30, spread_s=40.0)
@@ -720,7 +720,7 @@ def test_a_restarted_replica_without_its_block_sleeps():
 def at_random(seed: int, grid: DeviceGrid, often: float) -> Script:
     """Random moves that leave every role at least one block; the same on all controllers."""
 
-    def script(poll: int, split: Split, view: View) -> list[Move]:
+    def script(poll: int, split: Split, view: ClusterLoad) -> list[Move]:
         rng = random.Random(f"{seed}/{poll}")
         found, counts = list[Move](), Counter(split.owners)
         free = [block for block in range(grid.num_blocks) if block not in view.moving]

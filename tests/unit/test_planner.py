@@ -16,7 +16,7 @@ from gcore.cost.costs import ENGINE, GPUS, SHAPES
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY
 from gcore.placement.guard import COLOCATED, STATIC
-from gcore.placement.rules import Load, View
+from gcore.placement.rules import ClusterLoad, Load
 from gcore.planner.inputs import Constraints, Workload, drawn_lengths, modes_of
 from gcore.planner.plan import MIN_SEQUENCES, plan
 from gcore.planner.steps import MODES, Case, Rollouts, estimate, training_layouts
@@ -34,7 +34,7 @@ def case(judge_mean=100, sigma=0.5, gpus=8, prompts=64, swap_s=0.0, acceptance=1
     needed = 4 * prompts / acceptance
     loads = {POLICY: Load(waiting=round(needed), needed=needed, lengths=lengths, prompt=50.0)}
     loads |= {name: Load(needed=needed, lengths=[factor * n for n in lengths], prompt=50.0) for name in judges}
-    view = View(loads, groups=prompts, rate=acceptance, samples=4, calls=responses[::8])
+    view = ClusterLoad(loads, groups=prompts, rate=acceptance, samples=4, calls=responses[::8])
     widths = {POLICY: 1, **dict.fromkeys(judges, 2)}
     rollouts = Rollouts(view, widths, dict.fromkeys(widths, SPEED.with_swap(swap_s)))
     return Case(H100, gpus, SHAPES["7B"], rollouts, trained_tokens=1e5, mean_length=150, **other)

@@ -208,7 +208,7 @@ def test_gradients_do_not_depend_on_the_layout(loss):
         "one row": {"num_ranks": 4, "max_tokens": 60, "sharded": True, "padded": False},
     }.items():
         trainer = trainer_of(config)
-        asyncio.run(trainer.begin())
+        asyncio.run(trainer.end_warm_start())
         with torch.no_grad():  # so that the reference differs
             for parameter in trainer.backend.networks["policy"].model.parameters():
                 parameter.mul_(1.2)
@@ -283,7 +283,7 @@ def test_kto_of_trl(tmp_path, shift):
         network, network_of(config), args=args, train_dataset=rows, processing_class=load_tokenizer(config.model)
     )
     samples, trainer = labelled(3), trainer_of(config)
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     reference = trainer.backend.networks["reference"].model.network
     with torch.no_grad():
         for parameter in reference.parameters():

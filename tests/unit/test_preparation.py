@@ -10,7 +10,13 @@ import pytest
 
 from gcore.config.algorithm import Algorithm
 from gcore.content.tokens import Tokens
-from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores, Scoring, advantages_of, with_advantages
+from gcore.preparation.advantages import (
+    GROUP_ESTIMATORS,
+    AdvantageSettings,
+    GroupScores,
+    advantages_of,
+    with_advantages,
+)
 from gcore.preparation.samples import make_samples, to_sample
 from gcore.protocols import Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
@@ -55,16 +61,16 @@ def samples_of(groups, algorithm, **options):
 def test_overlong_rewards_change_advantages_and_no_reward():
     group = [scored(0, i, 1.0, [1] * n) for i, n in enumerate((3, 8, 9, 10))]
     algorithm = Algorithm(overlong={"buffer": 2, "penalty": 0.5})
-    found = advantages_of([group], Scoring(algorithm, 10), {})[0]
+    found = advantages_of([group], AdvantageSettings(algorithm, 10), {})[0]
     expected = grpo(np.array([1.0, 1.0, 0.75, 0.5]))
     assert [found[0, i] for i in range(4)] == pytest.approx(expected, abs=1e-12)
     assert {s.reward for s in samples_of([group], algorithm).values()} == {1.0}
-    assert not any(advantages_of([group], Scoring(Algorithm(), 10), {})[0].values())
+    assert not any(advantages_of([group], AdvantageSettings(Algorithm(), 10), {})[0].values())
 
 
 def test_masked_truncated_samples_count_in_the_group_and_not_in_the_loss():
     group = [scored(0, 0, 1.0, [1, 0, 1]), scored(0, 1, 0.0, [1, 1], "length"), scored(0, 2, 0.0, [1])]
-    found, advantages = samples_of([group], MASKED), advantages_of([group], Scoring(MASKED), {})[0]
+    found, advantages = samples_of([group], MASKED), advantages_of([group], AdvantageSettings(MASKED), {})[0]
     assert [found[0, i].mask_S.tolist() for i in range(3)] == [[True, False, True], [False, False], [True]]
     assert [advantages[0, i] for i in range(3)] == pytest.approx(grpo(np.array([1.0, 0, 0])), abs=1e-12)
     assert samples_of([group], Algorithm())[0, 1].mask_S.all()
@@ -73,7 +79,7 @@ def test_masked_truncated_samples_count_in_the_group_and_not_in_the_loss():
 def test_whitening_leaves_masked_samples_out():
     group = [scored(0, 0, 1.0, [1, 1]), scored(0, 1, 0.0, [1]), scored(0, 2, 9.0, [1] * 5, "length")]
     algorithm = Algorithm(adv_estimator="reinforce_pp", overlong={"mask": True})
-    samples, advantages = samples_of([group], algorithm), advantages_of([group], Scoring(algorithm), {})[0]
+    samples, advantages = samples_of([group], algorithm), advantages_of([group], AdvantageSettings(algorithm), {})[0]
     found = step_targets(samples, advantages, algorithm, GlobalSums()).advantages
     tokens = np.array([1.0, 1.0, 0.0])
     expected = (np.array([1.0, 0.0]) - tokens.mean()) / tokens.std(ddof=1)
@@ -113,7 +119,7 @@ def test_kl_in_the_reward_same_as_verl(case, name, kl_estimator):
     algorithm = Algorithm(adv_estimator=name, kl_coef=KL_COEF, kl_in="reward", kl_estimator=kl_estimator)
     assert algorithm.kl_per_step == (name in ("reinforce_pp", "remax"))
     charged = {} if algorithm.kl_per_step else totals(groups, kl_of)
-    advantages = advantages_of(groups, Scoring(algorithm), charged)[0]
+    advantages = advantages_of(groups, AdvantageSettings(algorithm), charged)[0]
     samples = {sample.key: sample for siblings in groups for sample in map(to_sample, siblings)}
     penalties = {key: KL_COEF * kl_S for key, kl_S in kl_of.items()}
     found = step_targets(samples, advantages, algorithm, GlobalSums(), penalties).advantages
@@ -133,7 +139,7 @@ def test_every_rank_gets_the_advantages_of_its_samples_for_any_controller(name):
     by_rank = [{key: sums[key] for key in batch.keys} for batch in batches]
 
     async def work(group, own):
-        return await with_advantages(batches, own, Scoring(algorithm), group, by_rank)
+        return await with_advantages(batches, own, AdvantageSettings(algorithm), group, by_rank)
 
     ((alone, _),) = on_controllers(work, groups)
     assert [sorted(batch.advantages) for batch in alone] == [keys[:2], keys[2:], []]
@@ -145,6 +151,6 @@ def test_every_rank_gets_the_advantages_of_its_samples_for_any_controller(name):
 def test_without_kl_the_ranks_answer_nothing():
     groups, _, _ = verl_case(1, "k1")
     batches = [TrainBatch(1, (MiniBatch((MicroBatch((((0, 0), (0, 1)),), 8),), 1, 1),))]
-    scoring = Scoring(Algorithm())
+    scoring = AdvantageSettings(Algorithm())
     ((found, _),) = on_controllers(lambda group, own: with_advantages(batches, own, scoring, group, []), groups)
     assert found[0].advantages == {key: advantages_of(groups, scoring, {})[0][key] for key in batches[0].keys}

@@ -48,7 +48,7 @@ def test_the_newest_copy_is_fetched_whole(tmp_path, url):
     assert remote.names() == ["warm_9", "step_2", "step_10"]
     fetched = Remote(url, "demo").fetch(tmp_path / "b")
     assert fetched == tmp_path / "b" / "step_10"
-    assert store.damage(fetched) is None and store.read_state(fetched) == {"step": 10}
+    assert store.first_damaged_file(fetched) is None and store.read_state(fetched) == {"step": 10}
     assert remote.fetch(tmp_path / "b") is None, "it is there already"
     assert Remote(url, "other").fetch(tmp_path / "c") is None
 
@@ -61,7 +61,7 @@ def test_a_copy_writes_nothing_beside_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(remote._files, "find", lambda path: [*found(path), f"{path}/../step_1/../../../planted"])
     with pytest.raises(UserError, match=r"got a file .*planted there; expected only files of checkpoints"):
         remote.fetch(tmp_path / "b" / "c")
-    assert not store.complete(tmp_path / "b" / "c") and not list(tmp_path.rglob("planted"))
+    assert not store.complete_checkpoints(tmp_path / "b" / "c") and not list(tmp_path.rglob("planted"))
 
 
 def test_a_copy_without_its_manifest_does_not_count(tmp_path, url, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_fetch_replaces_what_is_left_of_a_deleted_checkpoint(tmp_path, url):
     (checkpoint(tmp_path / "here", 4) / store.MANIFEST).unlink()  # killed while it was deleted
     (tmp_path / "here/step_4/weights/0-0.safetensors").write_bytes(b"old")
     assert Remote(url, "demo").fetch(tmp_path / "here") == tmp_path / "here/step_4"
-    assert store.damage(tmp_path / "here/step_4") is None
+    assert store.first_damaged_file(tmp_path / "here/step_4") is None
 
 
 def test_copies_are_deleted_with_their_checkpoints(tmp_path, url):
@@ -118,7 +118,7 @@ def test_a_damaged_copy_is_noticed_after_the_fetch(tmp_path, url):
     remote.copy_out(checkpoint(tmp_path / "a", 1))
     remote._files.pipe_file(f"{remote._root}/step_1/weights/0-0.safetensors", b"x" * 100)
     fetched = remote.fetch(tmp_path / "b")
-    assert fetched is not None and store.damage(fetched) == "weights/0-0.safetensors"
+    assert fetched is not None and store.first_damaged_file(fetched) == "weights/0-0.safetensors"
     assert json.loads((fetched / store.MANIFEST).read_text())["format"] == store.FORMAT
 
 
@@ -130,7 +130,7 @@ def test_a_rollback_does_not_fetch_the_copies_of_an_older_run(tmp_path, resume):
     Remote(f"file://{tmp_path}/copies", "demo").copy_out(checkpoint(tmp_path / "older", 9))
     folder = supervise.open_folder(config)
     found = [folder / "step_9"] if resume == "auto" else []
-    assert store.complete(folder) == found, "fetched at the start, if at all"
+    assert store.complete_checkpoints(folder) == found, "fetched at the start, if at all"
     if resume == "never":
         found = [checkpoint(folder, 2)]
     restarted = Restarts(config, RestartBudget(1)).from_last_checkpoint(config)

@@ -159,7 +159,9 @@ def test_no_controller_saves_before_controller_0_may(tmp_path):
             assert not started
         await asyncio.gather(*saving)
         await asyncio.gather(first.close(), second.close())
-        assert sorted(started) == [0, 1] and [path.name for path in store.complete(config.run.folder)] == ["step_5"]
+        assert sorted(started) == [0, 1] and [path.name for path in store.complete_checkpoints(config.run.folder)] == [
+            "step_5"
+        ]
 
     asyncio.run(main())
 

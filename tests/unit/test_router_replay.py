@@ -17,7 +17,7 @@ from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.modalities.router_replay import replay_warning, replays_experts
-from gcore.models.decoders import Routers, find_routers
+from gcore.models.decoders import ExpertRouters, find_expert_routers
 from gcore.training.critic import ValueModel
 from gcore.training.logprob_model import LogprobModel, own_experts, to_tensors
 from gcore.types import Completion, MicroBatch, Prompt, Request, Rollout, Sample, SamplingParams, Scored, UserError
@@ -89,7 +89,7 @@ def moved_routers(network: Any, by: float = 3.0) -> None:
     """The routers choose other experts now."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for router in find_routers(network):
+        for router in find_expert_routers(network):
             router.weight.add_(torch.randn(router.weight.shape, generator=generator) * by)
 
 
@@ -104,7 +104,7 @@ def test_the_engine_records_what_its_routers_choose(name):
         experts = sample.content.experts
         assert experts.shape == (sample.content.size - 1, LAYERS, ACTIVE) and experts.dtype == np.uint8
         tokens = torch.from_numpy(sample.content.tokens_T.astype(np.int64))[None]
-        _, plain = Routers(network).watch(lambda tokens=tokens: network(tokens, use_cache=False).logits)
+        _, plain = ExpertRouters(network).watch(lambda tokens=tokens: network(tokens, use_cache=False).logits)
         assert np.array_equal(np.sort(experts), np.sort(plain[:-1].numpy()))
     assert len({tuple(row) for row in experts.reshape(-1, ACTIVE)}) > 2  # they choose
 
@@ -140,7 +140,7 @@ def test_a_later_turn_records_the_tokens_since_then():
     assert (len(second.content.experts), len(whole.experts), whole.size) == (5, 13, 14)
     assert np.array_equal(whole.experts[:8], first.content.experts)
     tokens = torch.from_numpy(whole.tokens_T.astype(np.int64))[None]
-    _, plain = Routers(newer).watch(lambda: newer(tokens, use_cache=False).logits)
+    _, plain = ExpertRouters(newer).watch(lambda: newer(tokens, use_cache=False).logits)
     assert np.array_equal(np.sort(whole.experts[8:]), np.sort(plain[8:-1].numpy()))
 
 
@@ -163,14 +163,14 @@ def test_a_near_tie(name, rows):
     without replay the logprobs are others, with it they stay."""
     network, least = network_of(name), torch.tensor([1e-6, 2e-6, 3e-6])
     with torch.no_grad():
-        for router in find_routers(network):
+        for router in find_expert_routers(network):
             router.weight[1:] = router.weight[1]
             router.weight[1:, 0] += least
             if getattr(router, "bias", None) is not None:
                 router.bias[1:] = router.bias[1]
     samples = samples_of(network)
     model = LogprobModel(network).requires_grad_(False)
-    for router in find_routers(network):
+    for router in find_expert_routers(network):
         router.weight[1:, 0] -= 2 * least
     assert torch.allclose(logprobs(model, samples, rows == "packed"), of_engine(samples), atol=1e-5)
     free = logprobs(model, samples, rows == "packed", replay=False)
@@ -178,7 +178,7 @@ def test_a_near_tie(name, rows):
 
 
 def test_gates_are_those_of_the_trainers_routers_and_learn():
-    """Other routers, the same experts: equal to a network that chooses only among them. Routers get gradients."""
+    """Other routers, the same experts: equal to a network that chooses only among them. ExpertRouters get gradients."""
     network = network_of()
     samples = samples_of(network)
     moved_routers(network)
@@ -189,7 +189,7 @@ def test_gates_are_those_of_the_trainers_routers_and_learn():
         float(difference.abs().max()) > 0.05 and float(moved.abs().max()) > 0.05
     )  # the weights of the gates are new ones
     replayed.sum().backward()
-    assert all(float(router.weight.grad.abs().max()) > 1e-4 for router in find_routers(network))
+    assert all(float(router.weight.grad.abs().max()) > 1e-4 for router in find_expert_routers(network))
     recomputed = recompute_by_hand(network, samples[0])
     first = logprobs(model, samples[:1], False)
     assert torch.allclose(first, recomputed, atol=1e-5)
@@ -199,7 +199,7 @@ def recompute_by_hand(network: Any, sample: Sample) -> torch.Tensor:
     """The plain forward pass of transformers, whose routers see minus infinity for experts that were not recorded."""
     experts = torch.from_numpy(sample.content.experts.astype(np.int64))
     handles = []
-    for number, router in enumerate(find_routers(network)):
+    for number, router in enumerate(find_expert_routers(network)):
 
         def hook(router: Any, inputs: Any, outputs: Any, number: int = number) -> Any:
             allowed = torch.zeros_like(outputs[0], dtype=torch.bool)

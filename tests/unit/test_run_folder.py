@@ -106,7 +106,7 @@ def test_a_link_in_the_place_of_the_memory_is_never_followed(tmp_path, resume, e
     folder.mkdir(parents=True)
     checkpoint(folder, 1)
     (folder / memory.LINK).symlink_to(given)
-    assert memory.complete(folder) == [folder / "step_1"]
+    assert memory.complete_checkpoints(folder) == [folder / "step_1"]
     if every and resume == "auto":
         with pytest.raises(UserError, match=r"memory: got a link to .*elsewhere.*move it away"):
             open_folder(config)
@@ -352,7 +352,7 @@ def test_files_of_another_user_are_one_line(tmp_path, monkeypatch):
 
 def test_a_checkpoint_that_a_run_deletes_while_it_is_read(tmp_path, monkeypatch):
     run = tmp_path / "demo"
-    old, damage = checkpoint(run, 4), store.damage
+    old, damage = checkpoint(run, 4), store.first_damaged_file
 
     def deleted(path):
         if path == old:

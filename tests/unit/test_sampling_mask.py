@@ -167,7 +167,7 @@ def test_logits_in_chunks_and_steps_without_limits(monkeypatch):
 def test_an_update_with_kept_tokens():
     config = config_of(algorithm={"mini_batches": 1, "kl_coef": 0.1})
     trainer = trainer_of(config)
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     samples = [sample_of(t, mask_of([4, 7, 9]), i) for i, t in enumerate((4, 7, 9))]
     stats = update(trainer, samples, batch_of(samples))
     assert (

@@ -95,7 +95,7 @@ def test_loss_gradient_and_metrics(layout):
     expected = -torch.nn.functional.logsigmoid(differences).mean()
     expected.backward()
     samples, trainer, sums, metrics = samples_of_pairs(PAIRS), trainer_of(config), {}, {}
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     for batch in lay_out(samples, **layout):
         own = [s for s in samples if s.key in batch.keys]
         gradients, stats = gradients_of(trainer, own, batch)
@@ -113,7 +113,7 @@ def test_loss_gradient_and_metrics(layout):
 def test_an_evaluation_changes_nothing_and_has_the_same_metrics():
     config = config_of()
     samples, trainer = samples_of_pairs(PAIRS), trainer_of(config)
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     before = [p.detach().clone() for p in trainer.backend.networks["policy"].model.network.parameters()]
     (batch,) = lay_out(samples, max_tokens=60)
 

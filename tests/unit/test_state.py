@@ -81,7 +81,7 @@ def _rank(rank: int, address: str, folder: str) -> None:
 
 def test_ranks_load_what_other_numbers_of_ranks_saved(tmp_path):
     trainer = trainer_of(config_of(**SECTIONS))
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     for seed in range(3):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
     (tmp_path / "1").mkdir()

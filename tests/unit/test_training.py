@@ -95,7 +95,7 @@ def update(trainer: TrainerRank, samples, batch: TrainBatch) -> UpdateStats:
 
     async def run():
         await trainer.push(0, samples)
-        await trainer.prepare(batch)
+        await trainer.compute_logprobs(batch)
         return await trainer.update(batch)
 
     return asyncio.run(run())
@@ -258,7 +258,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
 def test_gradient_does_not_depend_on_the_split(aggregation, loss):
     algorithm = {"loss_aggregation": aggregation, "policy_loss": loss, "kl_coef": 0.1, "entropy_coef": 0.01}
     trainer, samples = trainer_of(config_of(algorithm=algorithm)), samples_of()
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     update(trainer, samples, batch_of(samples))  # away from the reference
     one, many = batch_of(samples), batch_of(samples, 20)
     assert len(one.mini_batches[0].micro_batches) == 1 and len(many.mini_batches[0].micro_batches) > 5
@@ -332,7 +332,7 @@ def test_padding_contributes_exactly_nothing():
         (empty, real.micro_batches[0], empty, *real.micro_batches[1:]),
     ):
         trainer = trainer_of(config_of(algorithm=algorithm))
-        asyncio.run(trainer.begin())
+        asyncio.run(trainer.end_warm_start())
         update(trainer, samples, batch_of(samples))
         batch = TrainBatch(2, (MiniBatch(micros, real.num_actions, real.num_samples),))
         off_policy(trainer, samples)
@@ -344,7 +344,7 @@ def test_padding_contributes_exactly_nothing():
 
 def test_nothing_but_padding_gives_zero():
     trainer = trainer_of(config_of(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01}))
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     gradients, stats = gradients_of(trainer, [], TrainBatch(1, (MiniBatch((MicroBatch((), 8),), 5, 2),)))
     assert all(not g.any() for g in gradients.values()) and {m.total for m in stats.metrics.values()} == {0.0}
 
@@ -419,7 +419,7 @@ def test_later_mini_batches_are_compared_with_the_policy_before_the_step():
     logprobs = {s.key: alone(network_of(trainer._config), s)[0].detach() for s in samples}
     batch = dataclasses.replace(batch_of(samples, mini_batches=2), advantages={s.key: s.reward for s in samples})
     asyncio.run(trainer.push(0, samples))
-    asyncio.run(trainer.prepare(batch))
+    asyncio.run(trainer.compute_logprobs(batch))
     trainer._fill_targets(batch)
     for key, expected in logprobs.items():
         assert torch.allclose(trainer._data.columns["old_logprobs"][key], expected, atol=1e-5, rtol=0)
@@ -465,7 +465,7 @@ def test_the_samples_of_a_bad_update_are_written_down(tmp_path):
         run={"dir": str(tmp_path), "name": "sick"}, algorithm={"mini_batches": 2, "kl_coef": 0.1}, training=PATIENT
     )
     trainer = trainer_of(config)
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     samples = [dataclasses.replace(s, reward=0.5 + s.sibling) for s in samples_of()]
     sick = [*samples[:6], *poisoned(samples[6:])]  # the second half of the prompts is the second mini-batch
     expected = {s.key: alone(network_of(config), s)[0].detach().numpy() for s in samples}
@@ -530,14 +530,14 @@ def test_the_kl_in_the_reward_is_charged_to_the_sample_or_to_each_step(estimator
     algorithm["adv_estimator"] = "reinforce_pp" if per_step else "grpo"
     trainer, samples = trainer_of(config_of(algorithm=algorithm)), samples_of()
     reference = network_of(trainer._config)
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     with torch.no_grad():
         for parameter in trainer.backend.networks["policy"].model.network.parameters():
             parameter.mul_(1.05)  # away from the reference
     policy = trainer_network(trainer)
     batch = batch_of(samples, 40)
     asyncio.run(trainer.push(0, samples))
-    found = asyncio.run(trainer.prepare(batch))
+    found = asyncio.run(trainer.compute_logprobs(batch))
     assert sorted(found) == ([] if per_step else sorted(s.key for s in samples))
     given = {s.key: 0.1 * (i - 5) for i, s in enumerate(samples)}
     logprobs, advantages, total = [], [], 0.0
@@ -565,9 +565,9 @@ def test_the_kl_in_the_reward_is_charged_to_the_sample_or_to_each_step(estimator
 
 def test_prepare_gives_nothing_where_the_kl_is_in_the_loss():
     trainer, samples = trainer_of(config_of(algorithm={"kl_coef": 0.5})), samples_of()
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     asyncio.run(trainer.push(0, samples))
-    assert asyncio.run(trainer.prepare(batch_of(samples))) == {}
+    assert asyncio.run(trainer.compute_logprobs(batch_of(samples))) == {}
 
 
 # --- reference
@@ -577,7 +577,7 @@ def test_the_reference_stays_frozen():
     config = config_of(algorithm={"kl_coef": 0.5}, training={"weight_decay": 0.1})
     trainer, samples = trainer_of(config), samples_of()
     update(trainer, samples, batch_of(samples, objective="warm_start"))  # the reference is the policy at `begin`
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     assert trainer.trained["policy"].updates == 0 and not trainer.backend.networks["policy"].optimizer.state
     start = weights_of(trainer)
     reference = trainer.backend.networks["reference"]
@@ -592,7 +592,7 @@ def test_the_reference_stays_frozen():
 
 def test_no_reference_without_kl():
     trainer = trainer_of(config_of())
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     assert "reference" not in trainer.backend.networks
 
 
@@ -603,7 +603,7 @@ def test_no_reference_without_kl():
 def test_state_round_trip_is_exact(tmp_path, kl_coef):
     config = config_of(algorithm={"kl_coef": kl_coef}, training={"schedule": "linear"})
     trainer, samples = trainer_of(config), samples_of()
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     for seed in range(3):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
     save_state(trainer, tmp_path)
@@ -643,7 +643,7 @@ def test_off_load_changes_no_number(tmp_path, monkeypatch, offload):
     parts = [len(trainer.backend.networks["policy"].optimizer._parts) for trainer in (plain, moved)]
     assert parts[0] == 1 and parts[1] > 10
     for trainer in (plain, moved):
-        asyncio.run(trainer.begin())
+        asyncio.run(trainer.end_warm_start())
         for seed in range(2):
             update(trainer, samples_of(seed), batch_of(samples_of(seed), mini_batches=2))
             weights_of(trainer)

@@ -73,7 +73,7 @@ def train_as(rank: int, size: int, shard: int, case: str, folder: Path) -> None:
     trainer, name = rank_of(config_for(case), rank, shard), f"{case}-{size}-{shard}-{rank}"
 
     async def run() -> tuple[list[Any], dict[str, Any]]:
-        await trainer.begin()
+        await trainer.end_warm_start()
         rows = []
         for step in (1, 2):
             samples = samples_of(contents(config_for(case), folder / f"media-{name}", IMAGES))
@@ -82,7 +82,7 @@ def train_as(rank: int, size: int, shard: int, case: str, folder: Path) -> None:
             own = {s.key: s for s in samples if s.key in batch.keys}
             await trainer.push(0, list(own.values()))
             batch = replace(batch, advantages={key: s.reward for key, s in own.items()})
-            await trainer.prepare(batch)
+            await trainer.compute_logprobs(batch)
             stats = await trainer.update(batch)
             rows.append((stats.grad_norm, stats.metrics))
         plan = await trainer.weight_plan()
@@ -167,7 +167,7 @@ def test_adapters_sit_on_the_parts_that_are_asked_for(parts: list[str], tmp_path
     engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=8, max_length=48, adapters=adapters))
 
     async def run() -> list[Any]:
-        await trainer.begin()
+        await trainer.end_warm_start()
         samples = samples_of(prompts)
         await trainer.push(0, samples)
         (batch,) = make_layout(

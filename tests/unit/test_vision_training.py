@@ -90,7 +90,7 @@ def trainer_of(config: Config) -> TrainerRank:
 
 def update(trainer: TrainerRank, samples: list[Sample]) -> None:
     async def run() -> None:
-        await trainer.begin()
+        await trainer.end_warm_start()
         await trainer.push(0, samples)
         batch: TrainBatch = batch_of(samples)
         await trainer.update(replace(batch, advantages={s.key: s.reward for s in samples}))
@@ -153,7 +153,7 @@ def test_a_critic_learns_what_only_the_images_tell(tmp_path):
     answer = samples[0].content.tokens_S
     samples = [replace(s, content=text.extended(Tokens.steps(answer))) for s, text in zip(samples, texts, strict=True)]
     assert len({s.content.tokens_T.tobytes() for s in samples}) == 1
-    asyncio.run(trainer.begin())
+    asyncio.run(trainer.end_warm_start())
     found = [train(trainer, samples, batch_of(samples)).metrics["critic/explained_variance"].value for _ in range(30)]
     assert found[0] == pytest.approx(0.0, abs=1e-6) and found[-1] > 0.9
 

@@ -1,4 +1,4 @@
-"""Costs of samples by hand and against the model's FLOPs; the fit to measured times; metrics of an update."""
+"""RoleSpeeds of samples by hand and against the model's FLOPs; the fit to measured times; metrics of an update."""
 
 import json
 
