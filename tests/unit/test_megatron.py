@@ -111,12 +111,12 @@ def config(tmp_path: Path) -> Any:
     [
         (("ranks=6", "tensor_parallel=2", "pipeline_parallel=2"), "tensor_parallel=2 x pipeline_parallel=2 = 4 must"),
         (("ranks=4", "expert_parallel=3"), "expert_parallel=3 must divide the number of data-parallel ranks, 4"),
-        (("pipeline_parallel=2", "virtual_pipeline=2"), "virtual_pipeline=2: expected 1, or pipeline_parallel of at"),
-        (("ranks=4", "shard=2"), "shard=2: training.backend=megatron shards the optimizer over all"),
-        (("pipeline_parallel=2", "backend=fsdp"), "pipeline_parallel=2: expected 1, or training.backend=megatron"),
-        (("lora={rank: 4}",), "training.backend=megatron has no adapters"),
-        (("offload=all",), "training.offload=all: training.backend=megatron keeps its state on the device"),
-        (("compile=true",), "training.compile=true: not with training.backend=megatron"),
+        (("pipeline_parallel=2", "virtual_pipeline=2"), "virtual_pipeline=2; expected 1, or pipeline_parallel of at"),
+        (("ranks=4", "shard=2"), "shard=2; expected auto: all data-parallel ranks share the optimizer"),
+        (("pipeline_parallel=2", "backend=fsdp"), "pipeline_parallel=2; expected 1, or training.backend=megatron"),
+        (("lora={rank: 4}",), "got model.lora; expected none, or training.backend=fsdp"),
+        (("offload=all",), "training.offload=all; expected auto or none: its state is on the device"),
+        (("compile=true",), "training.backend=megatron: got training.compile=true"),
     ],
 )
 def test_degrees_that_contradict_other_keys(config, changes: tuple[str, ...], message: str):
