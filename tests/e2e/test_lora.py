@@ -35,12 +35,12 @@ def test_adapters_on_an_exported_model_learn_and_export_again(tmp_path, capsys):
     assert main(["sft", str(recipe), "run.name=base", *HERE, *warm]) == 0
     assert main(["export", str(tmp_path / "runs" / "base"), str(tmp_path / "base")]) == 0
     start = ("model.build=null", f"model.path={tmp_path / 'base'}", "training.warm_start=null", "model.lora.rank=8")
-    sizes = ("run.steps=32", "training.lr=3e-3", "sampling.prompts_per_step=24", "sampling.samples_per_prompt=8")
+    sizes = ("run.steps=48", "training.lr=3e-3", "sampling.prompts_per_step=24", "sampling.samples_per_prompt=8")
     found = run(recipe, "adapted", *start, *sizes)
     rewards = [row["reward/mean"] for row in steps(found)]
     assert sum(rewards[:3]) / 3 < 0.6 and sum(rewards[-3:]) / 3 > 0.8, rewards
     assert max(row["rollout/logprob_diff_mean"] for row in steps(found)) < 1e-5
-    checkpoint = tmp_path / "runs" / "adapted" / "step_32"
+    checkpoint = tmp_path / "runs" / "adapted" / "step_48"
     names = shapes(checkpoint / "weights").keys()
     assert len(names) == 28 and all(".lora_" in name for name in names)
     evaluated = [row["eval/reward_mean"] for row in found if "eval/reward_mean" in row]

@@ -248,7 +248,8 @@ def test_a_death_explains_the_collective_that_it_broke(monkeypatch, dies):
 
 
 def processes_of(runtime: Any) -> Processes:
-    plan: Any = SimpleNamespace(controllers=1, role_nodes={"trainer": (0,), "controller": (0,)})
+    nodes = {"trainer": (0,), "controller": (0,)}
+    plan: Any = SimpleNamespace(controllers=1, role_nodes=nodes, counts=lambda: dict.fromkeys(nodes, 1))
     return Processes(runtime, SimpleNamespace(run=Run()), plan)  # type: ignore[arg-type]
 
 
