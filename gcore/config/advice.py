@@ -128,6 +128,11 @@ def _unused(config: Config) -> Iterator[str]:
 
 def _samples(config: Config) -> Iterator[str]:
     algorithm, generation = config.algorithm, config.generation
+    if generation.temperature == 0 and config.objective == "policy" and algorithm.estimator.siblings:
+        yield (
+            "generation.temperature=0: all siblings of a group are the same response, so no group has an advantage; "
+            "use temperature=1"
+        )
     if config.sampling.prefers_short:
         yield (
             "sampling.deterministic=false with surplus=abort prefers short responses: those that finish first are "

@@ -44,7 +44,7 @@ def is_uneven(layers: int, topology: Topology) -> bool:
 
 
 def check_tensor_parallel(degree: int, shape: Any) -> None:
-    """Raises UserError if the degree does not divide the model. `shape`: simulate.shapes.Shape. For both backends."""
+    """Raises UserError if the degree does not divide the model. `shape`: cost.shapes.Shape. For both backends."""
     parts = {
         "attention heads": shape.heads,
         "key and value heads": shape.kv_heads,
@@ -56,7 +56,7 @@ def check_tensor_parallel(degree: int, shape: Any) -> None:
 
 
 def check_shape(topology: Topology, shape: Any) -> None:
-    """Raises UserError if the degrees do not divide the model. `shape`: simulate.shapes.Shape."""
+    """Raises UserError if the degrees do not divide the model. `shape`: cost.shapes.Shape."""
     check_tensor_parallel(topology.tensor, shape)
     if shape.experts % topology.expert:
         raise UserError(

@@ -1,1 +1,1 @@
-"""Media in the prompts of language models: families of models, as rows of one table. Start with table.py."""
+"""Media in the prompts of language models: a module per kind and family. The table is content/families.py."""

@@ -1,4 +1,4 @@
-"""The kinds of policies, one row each: the key of the configuration that selects it, and its module."""
+"""Which kind of policy a configuration selects."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ WIDTHS_TRIED = 2  # per role: the smallest width that fits, and the next
 class GpuMemory:
     """Memory of one GPU in one phase, in GB. `problem`: why it does not fit; empty if it fits.
 
-    GpuMemory("judge", "rollout", tp=4, weights=36.4, kv_cache=17.0, asleep=5.7, trainer=6.1, free=8.0, sequences=67)
+    GpuMemory("judge", "rollout", tp=4, weights=36.4, kv_cache=17.0, asleep=5.7, optimizer=6.1, free=8.0, sequences=67)
     """
 
     role: str

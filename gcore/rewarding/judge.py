@@ -1,6 +1,6 @@
 """A generative judge: another language model reads a response and writes a verdict.
 
-    response ──JudgePrompt──> messages ──JudgeBackend──> text ──VerdictParser──> number ──mean──> reward
+    response ──JudgePrompt──> messages ──JudgeBackend──> text ──make_parser──> number ──mean──> reward
                                  ^                 │
                                  └── new sampling noise, while no verdict can be parsed
 
