@@ -90,7 +90,7 @@ rewards.functions.path (file.py:NAME) | | custom_reward_function.path custom_rew
 rewards.models.model.path | | reward_model.model.path | reward.model_name_or_path reward_pretrain
 rewards.http (or rewards.functions) | | | reward.remote_url remote_rm_url
 sampling.prompts_per_step (this number / samples_per_prompt) | generation_batch_size
-sampling.prompts_per_step (prompts of a step, over all devices) | batch_size | train_batch_size | rollout.batch_size
+sampling.prompts_per_step (prompts of a step, over all devices) | | train_batch_size | rollout.batch_size
 sampling.prompts_per_step (per device x devices x gradient accumulation / samples) | per_device_train_batch_size
 sampling.samples_per_prompt | num_generations | rollout.n | n_samples_per_prompt group_size
 sampling.filter | | filter_groups
