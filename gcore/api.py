@@ -8,6 +8,7 @@ Ray. Errors are exceptions: UserError for what the user can fix, RoleError and R
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,6 +97,9 @@ class Result:
         if not (curve := self.folder / "reward.png").is_file():
             return text
         return f'{text}<img src="data:image/png;base64,{base64.b64encode(curve.read_bytes()).decode()}" width="640">'
+
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
 
 
 def train(

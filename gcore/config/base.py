@@ -112,7 +112,7 @@ TOWERS = {"vision": "qwen3", "audio": "qwen2"}  # sections of a built model, and
 class BuildModel(Section):
     architecture: str = "qwen3"
     """Model family, by its `model_type` in transformers: qwen3, llama, qwen3_moe, qwen3_5_text, nemotron_h, ..."""
-    config: dict[str, Any] = {}
+    config: dict[str, bool | int | float | str | list[int] | list[str] | None] = {}
     """Further keys of the family's config.json, such as the sizes of its recurrent layers."""
     hidden_size: PositiveInt = 128
     """Width of the hidden states."""

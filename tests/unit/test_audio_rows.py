@@ -30,7 +30,7 @@ from gcore.prompts.processor import load_processor
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import Templater, measure
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.types import UserError
+from gcore.types import SampleMeta, UserError
 
 PART = {"type": "audio"}
 USER = {"role": "user", "content": "1+1="}
@@ -204,7 +204,8 @@ def test_rows_by_reference_and_what_they_cost(tokenizer: Any, tmp_path: Path):
     cost = model_shape(MODEL, "model").cost
     tower = cost.tower("audio")
     assert tower is not None and tower.patch == 2 and cost.tower("image") is None
-    work = cost.of_work(prompt.content.work) - cost.of(prompt.content.size)
+    meta = SampleMeta(0, 0, prompt.content.work, actions=1)
+    work = cost.of_sample(meta) - cost.of(prompt.content.size)
     assert work == pytest.approx((tower.of(25) + tower.of(5)) * tower.flops / cost.flops) and work > 0.2
 
 

@@ -326,7 +326,7 @@ class World:
             kind=kind_of(config),
             modality=PushModality(),
             workflow=generate_and_reward,
-            scoring=make_advantage_settings(config),
+            advantage_settings=make_advantage_settings(config),
             group_filter=spread if self.filters else no_filter,
             pool=pool,
             rewarder=rewarder,

@@ -360,9 +360,9 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_read(tmp_path, monkeypatch)
             store.remove(old)
         return damage(path)
 
-    monkeypatch.setattr(store, "damage", deleted)
+    monkeypatch.setattr(store, "first_damaged_file", deleted)
     assert locate(run) == (run, run / "step_5")  # the newer one is used
-    monkeypatch.setattr(store, "damage", damage)
+    monkeypatch.setattr(store, "first_damaged_file", damage)
     with pytest.raises(UserError, match=r"step_5: deleted while it was read.*keep_last"), store.reading(run / "step_5"):
         store.remove(run / "step_5")
         (run / "step_5" / "weights").read_text()
