@@ -401,7 +401,7 @@ def test_a_resumed_run_has_the_same_samples(tmp_path, monkeypatch, sampling):
 def test_groups_that_wait_are_saved_with_their_references(tmp_path, monkeypatch):
     world = World(config_of(tmp_path, 4, {**KEEP, "max_staleness": 1}), filters=True)
     world.run(monkeypatch)
-    newest = checkpoints.complete(world.config.run.folder)[-1]
+    newest = checkpoints.complete_checkpoints(world.config.run.folder)[-1]
     groups = load_pending_groups(newest, Goals().at)
     assert groups and all(scored.rollout.num_steps == STEPS for group in groups for scored in group)
     for content in (scored.rollout.content for group in groups for scored in group):
@@ -415,7 +415,7 @@ def test_a_save_waits_for_the_one_in_flight_and_the_end_of_the_run_for_the_last(
     world = World(config, filters=False)
     world.trainer.write_s = 0.3
     world.run(monkeypatch)
-    found = checkpoints.complete(config.run.folder)
+    found = checkpoints.complete_checkpoints(config.run.folder)
     assert [path.name for path in found] == [f"step_{step}" for step in range(1, 6)]
     assert [json.loads((path / "mean.json").read_text()) for path in found] == world.trainer.means[1:]
     assert len(set(world.trainer.means)) == 6
