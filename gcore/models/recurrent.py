@@ -59,6 +59,8 @@ class Recurrence:
         self.samples: Samples | None = None
         self.mixers = mixers_of(network)
         for mixer in self.mixers:
+            # compiled, the loops of transformers' own PyTorch path would be unrolled
+            mixer.forward = torch.compiler.disable(mixer.forward)  # type: ignore[method-assign]
             mixer.register_forward_pre_hook(self._before, with_kwargs=True)
             mixer.register_forward_hook(self._after)
 
