@@ -251,7 +251,7 @@ def test_a_method_of_a_value_is_not_the_programs():
     assert score(METHOD.format("str", "startswith"), startswith) == 0.0
     assert score(METHOD.format("", "startswith").replace("*seen", ""), startswith) == 0.0  # of any class
     assert score(METHOD.format("list", "count"), "assert f(1).count(5)\nassert f(1)[0] == 5") == 0.0
-    assert score(METHOD.format("int", "bit_length"), "assert f(1).bit_length() == 3") == 0.0
+    assert score(METHOD.format("int", "bit_length"), "assert f(1).bit_length()") == 0.0
     honest = "class S(str): pass\nclass L(list):\n    def push(self, x): self.append(x)\ndef f(x): return S('hello')"
     changed = "x = L()\nx.append(1)\nx.push(2)\nassert x.pop() == 2 and x.count(1) == 1\nassert 'ell' in f(1)"
     assert score(honest, f"{startswith}\n{changed}") == 1.0
