@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+from gcore.rewarding.remote_tests import names_of
 from gcore.rewarding.rules import text_of
 from gcore.rewarding.sandbox import RunResult, SandboxLimits, Script, run
 from gcore.rewarding.sandboxed import PASSED
@@ -30,6 +31,9 @@ from gcore.types import UserError
 FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py)[\d.]*[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.I
 )
+
+# what runs tests and raises nothing if they fail
+RUNNERS = re.compile(r"\b(unittest|pytest)\.main\b|from unittest import .*\bmain\b|\b(TextTestRunner|testmod)\b")
 
 
 def python_tests(
@@ -97,13 +101,19 @@ def _read_tests(value: Any) -> list[tuple[str, str]] | str:
             value = json.loads(value)
     try:
         if isinstance(value, str):
-            if ast.parse(value).body:
-                return value
+            tree = ast.parse(value)
+            rest = [statement for statement in tree.body if not hasattr(statement, "decorator_list")]  # no definitions
+            if not any(isinstance(node, ast.Call | ast.Assert) for part in rest for node in ast.walk(part)):
+                raise ValueError("they call nothing, so no failure would be seen")
+            if RUNNERS.search(value) and (runner := RUNNERS.search(ast.unparse(tree))):
+                raise ValueError(f"{runner[0]} raises nothing if a test fails: use asserts, or call the test functions")
+            names_of(value)
+            return value
         else:
             pairs = [(test["input"], test["output"]) for test in value]
             if pairs and all(isinstance(text, str) for pair in pairs for text in pair):
                 return pairs
-    except (SyntaxError, TypeError, KeyError) as error:
+    except (SyntaxError, TypeError, KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"tests: got {short(value)} ({type(error).__name__}: {error}); {expected}") from None
     raise ValueError(f"tests: got {short(value)}; {expected}")
 

@@ -3,10 +3,10 @@
     tests ──calls──> the model's program        each in its own sandbox, joined by a socket
           <──results──
 
-Names that the tests do not define are looked up in the program's process: a function of the program is a `RemoteObject`
-there, and calling it sends the arguments. Results come back as plain values (numbers, strings, containers), so that the
-comparison with the expected value is Python's own, in a process that the program cannot see. Other objects of the
-program stay where they are, and are never equal to a plain value.
+Names that neither the tests nor Python have are looked up in the program's process: a function of the program is a
+`RemoteObject` there, and calling it sends the arguments. Results come back as plain values (numbers, strings,
+containers), so that the comparison with the expected value is Python's own, in a process that the program cannot see.
+Other objects of the program stay where they are, and are never equal to a plain value.
 
 It imports only the standard library, because it runs in sandboxes.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import contextlib
 import importlib
 import io
 import json
@@ -46,7 +47,17 @@ MADE: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("datetime", "timedelta"): lambda v: [v.days, v.seconds, v.microseconds],
     ("datetime", "timezone"): lambda v: [v.utcoffset(None)],
     ("builtins", "range"): lambda v: [v.start, v.stop, v.step],
+    ("builtins", "complex"): lambda v: [v.real, v.imag],
+    ("collections", "defaultdict"): lambda v: [v.default_factory, dict(v)],
 }
+
+# standard names that tests use around results, and often do not import
+HELPERS = {name: module for module, name in MADE} | {"isclose": "math", "pi": "math"}
+HELPERS |= {"deepcopy": "copy", "namedtuple": "collections"}
+EXCEPTIONS = {k: v for k, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)}
+# methods that tests call on values and that change none; list has those of tuple
+METHODS = {name for kind in (str, bytes, int, float, complex, tuple, frozenset) for name in vars(kind)}
+UNCHANGING: dict[type, type] = {list: tuple, set: frozenset, bytearray: bytes, dict: object}
 
 
 # --- values and calls between the two processes, as lines of JSON -----------------------------------------------------
@@ -125,8 +136,7 @@ class Peer:
             return Exception(names[0])
 
     def exception_type(self, name: str) -> type[BaseException] | None:
-        kind = vars(builtins).get(name)
-        return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+        return EXCEPTIONS.get(name)
 
     def handle(self, *request: Any) -> list[Any]:
         raise NotImplementedError
@@ -148,10 +158,6 @@ class Peer:
             return ["dict", *[[self.encode(k, deeper), self.encode(v, deeper)] for k, v in value.items()]]
         if kind in (bytes, bytearray):
             return [kind.__name__, value.decode("latin-1")]
-        if kind is complex:
-            return ["complex", value.real, value.imag]
-        if kind is collections.defaultdict:
-            return ["defaultdict", *[self.encode(v, deeper) for v in (value.default_factory, dict(value))]]
         place = (kind.__module__, kind.__qualname__)
         if place in MADE and getattr(sys.modules[place[0]], place[1], None) is kind:
             return ["made", *place, *[self.encode(arg, deeper) for arg in MADE[place](value)]]
@@ -170,10 +176,6 @@ class Peer:
                 return {self.decode(key): self.decode(value) for key, value in items}
             case "bytes" | "bytearray" as name, [text]:
                 return getattr(builtins, name)(text.encode("latin-1"))
-            case "complex", [real, imaginary]:
-                return complex(real, imaginary)
-            case "defaultdict", [factory, items]:
-                return collections.defaultdict(self.decode(factory), self.decode(items))
             case "made", [module, name, *args] if (module, name) in MADE:
                 return getattr(importlib.import_module(module), name)(*map(self.decode, args))
         return self.decode_object(*data)
@@ -316,7 +318,8 @@ def run_tests(tests: str, connection: int, report: int) -> None:
     """Writes PASSED for each assert that passes; without asserts at the top level, once if all statements pass."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * DEPTH))
     peer = TestsPeer(connection)
-    namespace = main_module() | peer.names(wanted_names(tests))
+    names, library = names_of(tests)
+    namespace = main_module() | library | peer.names(names)
     sys.modules["__main__"].__dict__.update(namespace)
     import ast
 
@@ -336,23 +339,58 @@ def run_tests(tests: str, connection: int, report: int) -> None:
         os.write(report, PASSED)
 
 
-def wanted_names(tests: str) -> list[str]:
-    """The global names that the tests use and do not always define before. A name of Python's builtins is the program's
-    only if there is no other: else a program could define its own `sorted`, `set` or `abs` for the comparisons."""
+def used_names(tests: str) -> set[str]:
+    """The global names that tests use and that no statement before has bound. Bodies of functions run last."""
+    import ast
     import symtable
 
-    used: set[str] = set()
-    bound: set[str] = set()
-    tables = [top := symtable.symtable(tests, "tests.py", "exec")]
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        for symbol in table.get_symbols():
-            if table is top or symbol.is_global():
-                used |= {symbol.get_name()} if symbol.is_referenced() else set()
-                bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
-    own = {name for name in used if name not in vars(builtins) and not name.startswith("__")}
-    return sorted(own if own - bound else own | {name for name in used - bound if not name.startswith("__")})
+    used, later, bound = set[str](), set[str](), set[str]()
+    lines = tests.encode().splitlines(keepends=True)
+    for statement in ast.parse(tests).body:
+        text = lines[statement.lineno - 1 : statement.end_lineno]
+        text[-1] = text[-1][: statement.end_col_offset]
+        tables = [
+            symtable.symtable((text[0][statement.col_offset :] + b"".join(text[1:])).decode(), "tests.py", "exec")
+        ]
+        for table in tables:
+            tables += table.get_children()
+        top, inner = tables[0].get_symbols(), [s for t in tables[1:] for s in t.get_symbols() if s.is_global()]
+        decorators = [n for part in getattr(statement, "decorator_list", []) for n in ast.walk(part)]
+        now = {s.get_name() for s in top if s.is_referenced()} | {n.id for n in decorators if isinstance(n, ast.Name)}
+        later |= {symbol.get_name() for symbol in inner if symbol.is_referenced()}
+        imports = not isinstance(statement, ast.Try)  # where they may fail
+        binds = {s.get_name() for s in (*top, *inner) if s.is_assigned() or (imports and s.is_imported())}
+        used |= now - bound - (binds if hasattr(statement, "body") else set())
+        bound |= binds
+    return {name for name in used | later - bound if not name.startswith("__")}
+
+
+def names_of(tests: str) -> tuple[list[str], dict[str, Any]]:
+    """The names in tests that are the program's, and what the tests use of the standard library without an import.
+
+    A name that Python has (`math`, `Counter`, `sorted`) is the program's only if no other name can be what is tested:
+    else a program could define its own for the comparisons. Raises ValueError if there are several such names.
+    """
+    import ast
+
+    used, nodes = used_names(tests), [*ast.walk(tree := ast.parse(tests))]
+    uses = collections.Counter(node.id for node in nodes if isinstance(node, ast.Name))
+    library = {}
+    for name in used & sys.stdlib_module_names:
+        attributes = [n.attr for n in nodes if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == name]
+        with contextlib.suppress(ImportError, AttributeError):  # then it is no module for the tests
+            if len(attributes) == uses[name] and [find_standard(name, attribute) for attribute in attributes]:
+                library[name] = find_standard(name, "")
+    helpers = {name: find_standard(HELPERS[name], name) for name in (used - library.keys()) & HELPERS.keys()}
+    own = used - library.keys() - helpers.keys() - vars(builtins).keys()
+    if not own and len(own := (used & vars(builtins).keys() | helpers.keys()) - EXCEPTIONS.keys()) > 1:
+        parts = [s.value for s in tree.body if isinstance(s, ast.Assign | ast.Expr)]  # tested = sum, check(sum)
+        said = {getattr(name, "id", "") for part in parts for name in (part, *getattr(part, "args", []))}
+        if len(own & said) != 1:
+            has = ", ".join(sorted(own))
+            raise ValueError(f"Python has {has}; say first which one is the program's: tested = {min(own)}")
+        own &= said
+    return sorted(own), {name: value for name, value in (library | helpers).items() if name not in own}
 
 
 class TestsPeer(Peer):
@@ -456,10 +494,18 @@ class RemoteObject:
     def __contains__(self, item: Any) -> bool:
         if isinstance(item, RemoteObject) and not about(item)[2]:
             return bool(ask("contains", self, item))
-        return any(each is item or each == item for each in self)
+        value = value_of(self)
+        return item in value if value is not self else any(each is item or each == item for each in self)
 
     def __getattr__(self, name: str) -> Any:
-        return ask("getattr", self, name)
+        found = ask("getattr", self, name)
+        if name in METHODS and callable(found):
+            value = value_of(self)
+            if hasattr(UNCHANGING.get(type(value), type(value)), name):
+                return getattr(value, name)
+            if name.startswith("is") or name.endswith("with"):  # yes or no: the program could say yes
+                raise AttributeError(name)
+        return found
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, RemoteObject) and bool(ask("isinstance", instance, self))
@@ -492,14 +538,9 @@ def compare(name: str, one: RemoteObject, other: Any, otherwise: Any) -> Any:
 
 def update(old: Any, new: Any) -> None:
     """A container of the tests that the program has changed."""
-    if isinstance(old, list | bytearray):
-        old[:] = new
-    elif isinstance(old, dict | set):
+    if isinstance(old, dict | set | list | bytearray | collections.deque):
         old.clear()
-        old.update(new)
-    elif isinstance(old, collections.deque):
-        old.clear()
-        old.extend(new)
+        (old.update if isinstance(old, dict | set) else old.extend)(new)
 
 
 BINARY = ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")

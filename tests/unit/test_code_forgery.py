@@ -197,6 +197,88 @@ def test_names_of_python_are_not_the_programs():
     assert score("def sum(a, b): return a", "def check(f):\n    assert f(10, 15) == 25\ncheck(sum)") == 0.0
 
 
+# names that the tests do not define: (a forged program, an honest one, tests)
+UNBOUND = {
+    "a module": (
+        "class math: isclose = lambda *a, **k: True\ndef f(x): return 0",
+        "def f(x): return 6.25 * x",
+        "assert math.isclose(f(2), 12.5, rel_tol=0.01)",
+    ),
+    "a function of the library": (
+        "isclose = lambda *a: True\ndef f(x): return 0",
+        "def f(x): return 2.5",
+        "assert isclose(f(1), 2.5)",
+    ),
+    "a class of the library": (
+        "class Counter:\n    def __init__(self, x): pass\n    def __eq__(self, o): return True\ndef f(x): return 0",
+        "def f(x): return x",
+        "assert Counter(f([1, 2])) == Counter([1, 2])",
+    ),
+    "defined in a branch that is not taken": (
+        "close = lambda *a: True\ndef f(x): return 0",
+        "def f(x): return 2.5",
+        "if f(1):\n    def close(a, b): return abs(a - b) < 1\nassert close(f(1), 2.5)",
+    ),
+    "a module beside a builtin": (
+        "class math: isclose = lambda *a: True\ndef sum(a, b): return 0",
+        "def sum(a, b): return a + b",
+        "assert math.isclose(sum(1, 2), 3)",
+    ),
+    "another builtin": (
+        "def max(a): return 0\ndef abs(x): return 0",
+        "def max(a): return 2.5",
+        "tested = max\nassert abs(tested([1.5, 2.5]) - 2.5) < 1e-6",
+    ),
+    "a builtin beside a function that the tests replace": (
+        "def f(x): return 0\ndef len(x): return 0",
+        "def f(x): return 1",
+        "import functools\nf = functools.cache(f)\nassert f(5) == len('a')",
+    ),
+}
+METHOD = "class S({}):\n    def {}(self, o=0): seen.append(o); return True\nseen = []\ndef f(x): return S(*seen)"
+
+
+@needs_bwrap
+@pytest.mark.parametrize("what", UNBOUND)
+def test_a_name_of_the_library_is_not_the_programs(what):
+    forged, honest, tests = UNBOUND[what]
+    assert (score(forged, tests), score(honest, tests)) == (0.0, 1.0)
+
+
+@needs_bwrap
+def test_a_method_of_a_value_is_not_the_programs():
+    startswith = "assert f(1).startswith('hello')\nassert f(1) == 'hello'"
+    assert score(METHOD.format("str", "startswith"), startswith) == 0.0
+    assert score(METHOD.format("", "startswith").replace("*seen", ""), startswith) == 0.0  # of any class
+    assert score(METHOD.format("list", "count"), "assert f(1).count(5)\nassert f(1)[0] == 5") == 0.0
+    assert score(METHOD.format("int", "bit_length"), "assert f(1).bit_length()") == 0.0
+    honest = "class S(str): pass\nclass L(list):\n    def push(self, x): self.append(x)\ndef f(x): return S('hello')"
+    changed = "x = L()\nx.append(1)\nx.push(2)\nassert x.pop() == 2 and x.count(1) == 1\nassert 'ell' in f(1)"
+    assert score(honest, f"{startswith}\n{changed}") == 1.0
+    cache = "class C(dict):\n    def get(self, k): return dict.get(self, k, -1)"  # a class that is tested
+    assert score(cache, "c = C()\nassert c.get(5) == -1\nc[5] = 6\nassert c.get(5) == 6") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        ("assert abs(max([1.5, 2.5]) - 2.5) < 1e-6", "Python has abs, max; say first which one is the program's"),
+        ("assert isclose(sum(1, 2), 3)", "Python has isclose, sum; say first"),
+        (
+            "import unittest\nclass T(unittest.TestCase): pass\nunittest.main(exit=False)",
+            "unittest.main raises nothing",
+        ),
+        ("from unittest import TestCase, main\nmain()", "from unittest import TestCase, main raises nothing"),
+        ("import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)", "call nothing"),
+        ("META = {}\ndef check(f): assert f(1) == 2", "they call nothing"),
+    ],
+)
+def test_tests_that_could_not_tell_are_refused(tests, problem):
+    with pytest.raises(ValueError, match=problem) as error:
+        score("def f(x): return 2", tests, sandbox="rlimits")
+    assert "\n" not in str(error.value)
+
+
 # --- what tests can express
 
 SUPPORTED: dict[str, tuple[str, str]] = {
