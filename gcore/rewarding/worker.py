@@ -54,8 +54,8 @@ def call_all(loaded: LoadedReward, calls: Sequence[Mapping[str, Any]]) -> list[A
             loaded.function(**{name: _as_argument(loaded, name, value) for name, value in call.items()})
             for call in calls
         ]
-    except (*NO_ERRORS, StopIteration) as error:  # a future takes no StopIteration
-        raise BadAnswer(f"raised {short(error)}") from error
+    except (*NO_ERRORS, StopIteration) as error:  # which no future takes
+        raise BadAnswer(f"raised {short(error)}").with_traceback(error.__traceback__) from error
 
 
 def _as_argument(loaded: LoadedReward, name: str, value: Any) -> Any:
@@ -77,7 +77,7 @@ async def await_all(answers: Sequence[Any]) -> list[Any]:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the call was cancelled
-            raise BadAnswer(f"raised {short(error)}") from error
+            raise BadAnswer(f"raised {short(error)}").with_traceback(error.__traceback__) from error
 
     return list(await asyncio.gather(*map(awaited, answers)))
 

@@ -540,7 +540,8 @@ def raises(error):
 def test_what_is_no_exception_is_a_failed_call_too(error, is_async):
     """Without workers, in a thread or on the event loop of the run, which would end or wait for ever."""
     function = raises(error)[is_async]
-    with pytest.raises(RewardError, match=error.__name__):
+    what = rf"raised {error.__name__}\(\) at test_rewarding\.py:\d+ in |coroutine raised {error.__name__}"
+    with pytest.raises(RewardError, match=what):
         score(rewarder_of(function), group_of("2"))
 
 

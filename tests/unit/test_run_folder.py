@@ -26,7 +26,7 @@ from gcore.launch.pins import pin
 from gcore.launch.preflight import DatasetCheck, _disk, light_checks
 from gcore.observe import trackers
 from gcore.observe.events import EventLog
-from gcore.observe.files import keep_lines
+from gcore.observe.files import LineFile, keep_lines
 from gcore.observe.logs import Log, Masks, trim
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.page import write_report
@@ -230,6 +230,7 @@ def test_nothing_is_written_in_a_folder_that_becomes_a_link(tmp_path, name):
     store.remove(folder / name)
     (folder / name).symlink_to(given)
     write_everything(folder)
+    LineFile(folder / "samples" / "controller-0.jsonl").append(["{}"])
     assert contents(given) == before and (given / "precious").read_text() == "text"
 
 
