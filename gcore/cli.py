@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.command(args) or 0)
     except UserError as error:
-        print(f"gcore: {error}{_what_comes_first(args)}", file=sys.stderr)
+        from gcore.config.secrets import hide
+
+        print(f"gcore: {hide(str(error))}{_what_comes_first(args)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("gcore: interrupted; all processes are stopped", file=sys.stderr)

@@ -188,6 +188,7 @@ class UpdateStats:
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # of this rank's samples
     wall_s: float = field(default=0.0, compare=False)  # seconds of the updates, with waiting for other ranks
     busy_s: float = field(default=0.0, compare=False)  # without waiting; 0: unknown, as on GPUs: kernels wait there
+    bad_in_a_row: int = 0  # skipped ones at the end, with those of earlier steps
 
     def __add__(self, other: UpdateStats) -> UpdateStats:
         return UpdateStats(
@@ -198,6 +199,7 @@ class UpdateStats:
             add_metrics(self.metrics, other.metrics),
             self.wall_s + other.wall_s,
             self.busy_s + other.busy_s,
+            other.bad_in_a_row if other.updates else self.bad_in_a_row,
         )
 
 

@@ -5,8 +5,8 @@
 
 What is a secret: below `args` and `extra`, whose keys are the user's, a value whose key says so; in any text a value of
 a known form (`hf_...`, `Bearer ...`, a JWT, a PEM key), the user and password of a URL, and parameters of a URL whose
-names say so; in a configuration also options of commands (`--api-key=...`) and `NAME=value`. A name says so by its
-words, not by parts of them: `api_key`, but not `tokenizer` or `answer_key`.
+names say so, keys in HTTP headers; in a configuration also options of commands (`--api-key=...`) and `NAME=value`. A
+name says so by its words, not by parts of them: `api_key`, but not `tokenizer` or `answer_key`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ MIN_LENGTH = 8  # of a secret that `hide` searches for: a shorter one is a part 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 ENDS = "token|secret|password|passwd|passphrase|pwd|credential|authorization|cookie|jwt|apikey|accesskey|secretkey"
 STRONG = re.compile(rf"(?:{ENDS}|privatekey|accountkey|bearer)s?$|^creds?$")  # of a word at any place of a name
+CODES = ("passcode", "pin", "otp")  # also of digits
 WEAK = frozenset(
-    ("auth", "oauth", "authentication", "session", "signature", "sig", "sas", "pass", "pat", "key", "keys")
+    (
+        *("auth", "oauth", "authentication", "session", "signature", "sig", "sas", "pass", "pat", "key", "keys"),
+        *("pw", "psk", *CODES),
+    )
 )
 AFTER_WEAK = frozenset(("id", "value", "header", "headers", "string", "base", "b", "json", "pem"))  # access_key_id
 ABOUT = frozenset(  # last words: what is said about a secret is none
@@ -50,16 +54,25 @@ FORMS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{8,}|(?:AKIA|ASIA)[0-9A-Z]{12,}"
     r"|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,}"
+    r"|gsk_[A-Za-z0-9]{16,}|r8_[A-Za-z0-9]{16,}|npm_[A-Za-z0-9]{16,}|pypi-[\w-]{24,}|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|nvapi-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
     r"|(?<=hooks\.slack\.com/services/)[\w/]{16,}|(?<=/api/webhooks/)\d+/[\w-]{16,}"
-    r"|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[A-Za-z0-9+/]{8,}={0,2}",
+    r"|(?<=/bot)\d+:[\w-]{16,}|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[A-Za-z0-9+/]{8,}={0,2}",
     re.DOTALL,
 )
 MARKS: tuple[str, ...] = (  # one of them is in any text of these forms, or in a URL
     *("-----BEGIN", "hf_", "sk-", "k_", "AKIA", "ASIA", "gh", "glpat-", "xox", "AIza", "nvapi-", "eyJ"),
-    *("Bearer ", "Basic ", "://"),
+    *("r8_", "npm_", "pypi-", "SG.", "/bot", "Bearer ", "Basic ", "://"),
+    *("uthorization", "UTHORIZATION", "-key", "-Key", "-KEY", "-token", "-Token", "curl "),
 )
-USER = re.compile(r"(?<=://)(?:[^\s/?#@:]*:([^\s/?#@]*)|[^\s/?#@:]{16,})(?=@)")
+USER = re.compile(  # of a URL. A password may contain @, and also / if it cannot be a port
+    r"(?<=://)(?:[^\s/?#@:\[]*:([^\s/?#]*|(?!\d+\b)[^\s\"'<>]{0,200})|[^\s/?#@:]{16,})(?=@)"
+)
+HEADER = re.compile(  # and the password of curl: what is before the secret, the secret
+    r"(\b(?:authorization|(?:x-[\w-]{0,30}|api-)(?:key|token))[\"']?: *[\"']?(?:(?:token|apikey|bearer|basic) +)?"
+    r"(?=[^\s\"',;]{8})(?=[^\s\"',;]*\d)|\bcurl (?:[^\n]{0,200}? )?(?:-u|--user)[ =][\"']?[^\s:\"']*:)([^\s\"',;]+)",
+    re.IGNORECASE,
+)
 PARAMETER = re.compile(r"(?<![\w.-])([\w.-]+)=([^\s&;#\"'<>\\]+)")
 IN_URLS = ("key", "code")  # parameters that are secrets only there
 To = Callable[[str], str]
@@ -124,6 +137,8 @@ def _says_so(name: str, value: Any) -> bool:
     if not words or words[-1] in ABOUT:
         return False
     if isinstance(value, int | float):  # max_completion_tokens, session_weight; but also a password of digits
+        if words[-1] in CODES:
+            return True
         return words[-1] == "key" != name.lower() or (STRONG.search(words[-1]) is not None and words[-1][-1] != "s")
     if any(STRONG.search(word) for word in words):
         return True
@@ -140,6 +155,7 @@ def _without(text: str, to: To, known: list[str] | None = None) -> str:
         text = text.replace(secret, to(secret))
     if any(mark in text for mark in MARKS):
         text = FORMS.sub(lambda match: to(match[0]), text)
+        text = HEADER.sub(lambda match: match[1] + to(match[2]), text)
         text = USER.sub(lambda match: (to(match[1] or ""), to(match[0]))[1], text)
     if "=" in text and (known is None or "?" in text or "&" in text):
         is_secret = partial(_is_parameter, in_config=known is None)
@@ -158,4 +174,6 @@ def _is_parameter(match: re.Match[str], in_config: bool) -> bool:
 def _is_option(before: Any, value: Any) -> bool:
     if not (isinstance(before, str) and before.startswith("-") and isinstance(value, str)):
         return False
+    if before in ("-u", "--user"):  # of curl: name:password
+        return ":" in value and not value.replace(":", "").isdecimal()
     return not value.isdecimal() and _says_so(before, value)

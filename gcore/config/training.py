@@ -78,7 +78,8 @@ class Training(Section):
     `auto`: the least with which generation and training fit; `none` on a CPU."""
     max_bad_updates: PositiveInt = 3
     """Updates with NaN or infinite gradients are skipped and counted, and their samples are written to
-    `runs/NAME/bad_batches/` (the first 8 of each rank); this number of them in a row ends the run."""
+    `runs/NAME/bad_batches/` (the first 8 of each rank); this number of them in a row ends the run. A run
+    whose last update was skipped ends with an error too."""
     router_replay: bool | Literal["auto"] = "auto"
     """Mixtures of experts: the engine records which experts every token used, and the trainer's passes of the policy
     use the same ones, with weights of its own routers. Needs `generation.engine: embedded` and `backend: fsdp`. `auto`:

@@ -177,7 +177,8 @@ class Checkpointer:
             raise UserError(f"{error} (checkpoint.on_failure=stop)")
 
     def _note(self, error: str) -> None:
-        self._status.note(f"checkpoint not written, the run goes on: {error}")
+        then = "ends" if self._config.checkpoint.on_failure == "stop" else "goes on"
+        self._status.note(f"checkpoint not written, the run {then}: {error}")
 
     async def _begin(self, folder: Path, position: RunPosition, num_bytes: int) -> tuple[Path, str]:
         """Controller 0 makes the folder. Returns it, and why that failed, on every controller."""

@@ -164,6 +164,7 @@ class Dispatcher:
         self._metas: Sequence[SampleMeta] = ()
         self._my_keys: Collection[Key] = ()
         self._critic_batches: list[TrainBatch] = []
+        self.bad_in_a_row = 0  # updates that were skipped, the last one among them
         self.balance_metrics: dict[str, float] = {}  # controller 0, of the last update: idle shares, seconds per token
 
     async def open(self) -> None:
@@ -248,6 +249,8 @@ class Dispatcher:
             )
             metrics = add_metrics(stats[0].metrics, *(each.metrics for each in of_critics))
             stats[0] = dataclasses.replace(stats[0], metrics=metrics)
+        if stats[0].updates:
+            self.bad_in_a_row = stats[0].bad_in_a_row
         if self._group.rank == 0:  # which records them
             first_ranks = [self._trainers.topology.ranks_of(d)[0] for d in range(len(batches))]
             self.balance_metrics = self._times.row(batches, self._metas, [stats[rank] for rank in first_ranks])

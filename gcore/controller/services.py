@@ -27,6 +27,7 @@ from gcore.generation.pool import EnginePool
 from gcore.modalities.base import PolicyKind
 from gcore.preparation.advantages import AdvantageSettings
 from gcore.protocols import ControllerGroup, Rewarder
+from gcore.types import UserError
 from gcore.workflows.context import SharedContext, Workflow
 
 
@@ -79,10 +80,15 @@ class Services:
         return stop
 
     async def close(self) -> None:
-        """Call after the last step."""
+        """Call after the last step. UserError if the model did not learn until the end."""
         await self.checkpointer.close()
         self.status.show("done")
         self.collector.close()
         self.rewarder.close()
         self.recorder.close()
         await self.controllers.barrier("end")
+        if bad := self.dispatcher.bad_in_a_row:
+            raise UserError(
+                f"the last {bad} update(s) of the run were skipped, because their gradients were NaN or infinite: the "
+                "model may be ruined; lower training.lr or the coefficients of the loss, or use an earlier checkpoint"
+            )

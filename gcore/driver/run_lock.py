@@ -78,7 +78,9 @@ def hold(folder: Path, say: Say) -> Iterator[Sequence[int]]:
     """Hold the lock of a run folder, which need not exist. Yields the descriptors that the guard keeps too. UserError
     if another process has it. `say`: prints a line about an owner that has ended."""
     with contextlib.ExitStack() as held:
-        yield [held.enter_context(_hold(place, folder, say)) for place in _places(folder)]
+        descriptors = [held.enter_context(_hold(place, folder, say)) for place in _places(folder)]
+        _check_around(folder)
+        yield descriptors
 
 
 def owner(folder: Path) -> Owner | None:
@@ -87,11 +89,24 @@ def owner(folder: Path) -> Owner | None:
     return None if last is None or last.is_dead else last
 
 
-def _places(folder: Path) -> list[Path]:
-    """For each name of the folder, if it is a symbolic link to another one."""
+def _names(folder: Path) -> list[Path]:
+    """Two, if it is a symbolic link to another one."""
     names = [folder.parent.resolve() / folder.name]
-    names += [folder.resolve()] if folder.is_symlink() and folder.is_dir() else []
-    return [name.with_name(f".{name.name}.lock") for name in names]
+    return names + ([folder.resolve()] if folder.is_symlink() and folder.is_dir() else [])
+
+
+def _places(folder: Path) -> list[Path]:
+    return [name.parent / f".{name.name}.lock" for name in _names(folder)]
+
+
+def _check_around(folder: Path) -> None:
+    """UserError if the folder lies in that of another run, or such a folder in this one: to rename an older run would
+    rename files of the other."""
+    for name in _names(folder):
+        inside = [lock.with_name(lock.name[1 : -len(".lock")]) for lock in name.glob(".?*.lock")]
+        for other in (*name.parents, *inside):
+            if (who := owner(other)) is not None:
+                raise _in_use(other, who)
 
 
 @contextlib.contextmanager
@@ -99,6 +114,11 @@ def _hold(path: Path, folder: Path, say: Say) -> Iterator[int]:
     with writing(f"run.dir={path.parent}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, locked = _wait(path, folder)
+    about = os.fstat(descriptor)
+    if about.st_nlink > 1 or (about.st_size and _read(path) is None):
+        os.close(descriptor)
+        got = "a file with hard links" if about.st_nlink > 1 else "a file of something else"
+        raise UserError(f"{path}: got {got}; expected the lock of a run: move it away")
     ended = threading.Event()
     beat = threading.Thread(target=_beat, args=(descriptor, ended), name="run lock", daemon=True)
     me = Owner(socket.gethostname(), os.getpid(), time.time(), _boot(), _started())
@@ -168,7 +188,9 @@ def _in_use(folder: Path, who: Owner | None) -> UserError:
     by = "another process" if who is None else str(who)
     if who is not None and who.is_dead:
         return UserError(f"{folder}: {by} was killed, and its processes have not ended yet; try again in a minute")
-    return UserError(f"{folder}: in use by {by}; wait until it ends, stop it, or choose another folder (key: run.name)")
+    return UserError(
+        f"{folder}: in use by {by}; wait until it ends, stop it, or choose another folder (keys: run.dir, run.name)"
+    )
 
 
 def _beat(descriptor: int, ended: threading.Event) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gcore.config.judges import RemoteJudge, Teacher
+from gcore.config.secrets import hide, learn
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.launch.build import Roles
@@ -56,6 +57,7 @@ class Score:
 
 def dry_run(config: Config) -> None:
     """Prints what a run would do. Raises UserError if a check fails; the results before it are already printed."""
+    learn(config.model_dump(mode="json"))
     ready = make_ready(pin(config), see_cluster(config))
     config, plan = ready.config, ready.plan
     if config.run.on_step is not None:
@@ -81,7 +83,7 @@ def dry_run(config: Config) -> None:
     elif prompt is not None:
         failed = _show_prompt(config, plan, ready.tokenizer, prompt)
     for warning in ready.warnings:
-        print(f"\nwarning: {warning}")
+        print(f"\nwarning: {hide(warning)}")
     sys.stdout.flush()  # before the error, which goes to stderr
     if failed:
         first, *others = failed
@@ -158,14 +160,14 @@ async def _score(source: Source, group: Sequence[Rollout]) -> Score:
     try:
         return Score(source.name, source.weight, (await source.answer(group)).values)
     except (BadAnswer, TimedOut, RewardError, UserError) as error:
-        trace = "\n".join(getattr(error, "__notes__", ()))
+        trace = hide("\n".join(getattr(error, "__notes__", ())))
         last = "\n".join(trace.strip().splitlines()[-TRACE_LINES:])
         return Score(source.name, source.weight, [], _reason(error, source.name, group[0].prompt), last)
 
 
 def _reason(error: Exception, name: str, prompt: Prompt) -> str:
     """The message without the reward and the prompt, which are printed elsewhere."""
-    return str(error).removeprefix(f"reward {name!r}, prompt {prompt.id}: ")
+    return hide(str(error)).removeprefix(f"reward {name!r}, prompt {prompt.id}: ")
 
 
 def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rollout]) -> Iterator[Score]:
@@ -249,7 +251,7 @@ def _number(value: float | None) -> str:
 
 def _quoted(text: str) -> list[str]:
     """The text with a bar before each line, shortened."""
-    return [f"│ {line}".rstrip() for line in shortened(text).split("\n")]
+    return [f"│ {line}".rstrip() for line in shortened(hide(text)).split("\n")]
 
 
 def shortened(text: str) -> str:
@@ -273,5 +275,5 @@ def _one_line(text: str) -> str:
 def _show(label: str, *lines: str) -> None:
     """Prints the lines, with the label at the left of the first."""
     for line in lines:
-        print(f"{label:<{LABEL}}{line}")
+        print(f"{label:<{LABEL}}{hide(line)}")
         label = ""

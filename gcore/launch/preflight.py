@@ -16,6 +16,7 @@ import itertools
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,9 +159,8 @@ def _disk(config: Config) -> None:
     folder = Path(config.run.dir)
     with writing(f"run.dir={folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"x")
     free = shutil.disk_usage(folder).free / 2**20
     if free < config.observe.min_free_disk_mb:
         raise UserError(

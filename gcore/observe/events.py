@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore.config.secrets import hide
-from gcore.observe.files import no_link, told, whole_lines
+from gcore.observe.files import own_file, told, whole_lines
 
 FILE = "events.jsonl"
 
@@ -30,7 +30,7 @@ class EventLog:
             return
         line = hide(json.dumps({"time": time.time(), "event": event, **values})) + "\n"
         with told(self._path):
-            descriptor = no_link(str(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            descriptor = own_file(str(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 os.write(descriptor, line.encode())
                 os.fsync(descriptor)

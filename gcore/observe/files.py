@@ -1,6 +1,7 @@
 """Files of a run: some get lines at their end (metrics, samples, spans, placement), others are replaced as a whole.
 
-None of them is written through a symbolic link, also not through one that was put there after the start of the run.
+None of them is written through a symbolic or hard link, also not through one that was put there after the start of the
+run, nor in a folder that became a symbolic link; only `replacing` makes its new files there.
 A disk that is full or a share that is gone never ends a run by these files. The lines wait in memory until they can be
 written, the newest MAX_WAITING bytes of them. What is not written is said once per file: `take_notes`, for the
 progress view. A run with checkpoint.on_failure=stop asks `problem`.
@@ -9,8 +10,10 @@ progress view. A run with checkpoint.on_failure=stop asks `problem`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -47,7 +50,7 @@ class LineFile:
             self._waiting.pop(0)
         with told(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a+b", buffering=0, opener=no_link) as file:
+            with open(self.path, "a+b", buffering=0, opener=own_file) as file:
                 end = file.seek(0, os.SEEK_END)
                 data = b"".join(self._waiting)
                 if self._is_new and end and os.pread(file.fileno(), 1, end - 1) != self._end:
@@ -74,8 +77,22 @@ class RecordFile(LineFile):
 
 
 def no_link(path: str, flags: int) -> int:
-    """An opener: OSError for a symbolic link."""
+    """An opener: OSError for a symbolic link, or in a folder that is one. Only that of the run itself may be one."""
+    folder = os.path.dirname(path)
+    if os.path.islink(folder) and not os.path.exists(os.path.join(folder, "config.yaml")):
+        raise OSError(errno.ELOOP, "its folder is a symbolic link")
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def own_file(path: str, flags: int) -> int:
+    """The same for a file that gets data. One with hard links is first replaced by a copy: the others stay."""
+    descriptor = no_link(path, flags)
+    if os.fstat(descriptor).st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    with open(path, "rb") as old, replacing(Path(path)) as new:
+        shutil.copyfileobj(old, new)
+    return no_link(path, flags)
 
 
 @contextlib.contextmanager
@@ -156,7 +173,7 @@ def keep_lines(path: Path, stays: Callable[[Row], bool]) -> int:
 def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Replaces a file atomically: a kill leaves the old file or the new one."""
     data = b"".join(line + b"\n" for line in lines)
-    with open(path, "r+b", opener=no_link) as file:
+    with open(path, "r+b", opener=own_file) as file:
         if file.read().startswith(data):  # as a rule; it needs no space, on a disk that may be full
             file.truncate(len(data))
             return

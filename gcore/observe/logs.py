@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore.config.secrets import mask
-from gcore.observe.files import no_link
+from gcore.observe.files import no_link, own_file
 
 MAX_BYTES = 20 << 20  # of one log
 CHECK_S = 0.2  # interval between checks of the size
@@ -46,7 +46,7 @@ class Log:
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.max_bytes = path, max_bytes
-        self.descriptor = no_link(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.descriptor = own_file(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         weakref.finalize(self, os.close, self.descriptor)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"log {path.name}", daemon=True)

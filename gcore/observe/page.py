@@ -88,7 +88,8 @@ def _write(target: Path, html: str) -> Path:
         with replacing(target) as file:
             file.write(html.encode("utf-8", "replace"))
     except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error.strerror}), expected a file in a folder (-o)") from None
+        expected = "" if type(error) is OSError else ", expected a file in a folder (-o)"  # a full disk
+        raise UserError(f"{target}: cannot be written ({error.strerror}){expected}") from None
     return target
 
 

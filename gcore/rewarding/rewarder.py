@@ -128,8 +128,9 @@ class WeightedRewarder:
                 steps_S = weighted_S if steps_S is None else steps_S + weighted_S
             if answer.extras:
                 parts |= {f"{name}/{extra}": number for extra, number in answer.extras[i].items()}
-        largest = np.abs(np.append([] if steps_S is None else steps_S, reward)).max()
-        if not largest <= LARGEST:  # also NaN
+        sums = np.append([] if steps_S is None else steps_S, reward)
+        largest = sums[np.abs(sums).argmax()]
+        if not abs(largest) <= LARGEST:  # also NaN
             raise RewardError(
                 f"prompt {rollout.prompt.id}: the weighted sum of {parts} is {largest:g}; expected a number of at most "
                 f"{LARGEST:g}, of smaller rewards or weights (keys: rewards)"

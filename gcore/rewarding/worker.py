@@ -35,6 +35,12 @@ from gcore.types import RewardError, UserError
 HEADER = struct.Struct(">Q")
 READY, ANSWER, BAD, REFUSED = "ready", "answer", "bad", "refused"  # kinds of replies: (number, kind, value, traceback)
 CALL, CANCEL = "call", "cancel"  # kinds of requests: (CALL, number, function, siblings, arguments), (CANCEL, number)
+NO_ERRORS = (
+    SystemExit,
+    KeyboardInterrupt,
+    GeneratorExit,
+    asyncio.CancelledError,
+)  # `except Exception` does not see them
 
 
 # ---- a call, and what it returned -----------------------------------------------------------------------------------
@@ -42,14 +48,14 @@ CALL, CANCEL = "call", "cancel"  # kinds of requests: (CALL, number, function, s
 
 def call_all(loaded: LoadedReward, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
     """What the function returns in each call, which may be awaitable. sys.exit() in it is a failed call: it must not
-    end the process, as it would silently."""
+    end the process, as it would silently; nor must others of NO_ERRORS hang the run."""
     try:
         return [
             loaded.function(**{name: _as_argument(loaded, name, value) for name, value in call.items()})
             for call in calls
         ]
-    except SystemExit as error:
-        raise BadAnswer(f"raised {short(error)}") from error
+    except (*NO_ERRORS, StopIteration) as error:  # which no future takes
+        raise BadAnswer(f"raised {short(error)}").with_traceback(error.__traceback__) from error
 
 
 def _as_argument(loaded: LoadedReward, name: str, value: Any) -> Any:
@@ -67,8 +73,11 @@ async def await_all(answers: Sequence[Any]) -> list[Any]:
     async def awaited(answer: Any) -> Any:
         try:
             return await answer if inspect.isawaitable(answer) else answer
-        except SystemExit as error:  # asyncio would end the event loop with it
-            raise BadAnswer(f"raised {short(error)}") from error
+        except NO_ERRORS as error:  # asyncio would end the event loop with it, or wait for ever
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the call was cancelled
+            raise BadAnswer(f"raised {short(error)}").with_traceback(error.__traceback__) from error
 
     return list(await asyncio.gather(*map(awaited, answers)))
 

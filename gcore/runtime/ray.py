@@ -146,7 +146,8 @@ class RayRuntime:
                     raise
                 raise UserError(  # Ray has no type for it
                     f"Ray did not start on this machine: {_first_lines(str(error))} Its logs are in "
-                    "/tmp/ray/session_latest/logs. If the machine is busy, try again; runtime=local needs no Ray"
+                    f"/tmp/ray/session_*_{os.getpid()}/logs. "
+                    "If the machine is busy, try again; runtime=local needs no Ray"
                 ) from error
         else:
             join()

@@ -266,7 +266,8 @@ class TrainerRank:
                     self._dump(batch, number, mini)
                 self._check_gradients(network, batch)
             busy = busy if self.backend.device.type == "cpu" else 0.0
-            total += UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, metrics, wall, busy)
+            norm = grad_norm if finite else 0.0
+            total += UpdateStats(1, int(not finite), norm, lr, metrics, wall, busy, counts.bad_in_a_row)
         self._check_weights(network, batch)
         if limit is not None:
             total += UpdateStats(metrics={"actor/stopped_early": Metric(float(stopped))})

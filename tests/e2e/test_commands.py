@@ -219,6 +219,19 @@ def test_a_run_that_is_ruined_ends_with_one_line(tmp_path):
     assert line.startswith("gcore: the weights of the policy became NaN or infinite in the update of step 1 ")
 
 
+def test_a_run_whose_last_updates_were_skipped_is_no_success(tmp_path):
+    """Its weights are finite, but so large that no later gradient is. The checkpoint is complete."""
+    (tmp_path / "reward.py").write_text(
+        "def spread(completions, **kw): return [float(len(c) % 3) for c in completions]"
+    )
+    ruin = ("training.warm_start=null", "training.lr=1e29", "training.max_bad_updates=1000", "run.steps=3")
+    functions = f"rewards.functions=[{{name: spread, path: '{tmp_path}/reward.py:spread'}}]"
+    done = gcore("train", str(write_recipe(tmp_path)), "runtime=local", functions, *ruin)
+    (line,) = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and re.match(r"gcore: the last \d update\(s\) of the run were skipped", line), line
+    assert (tmp_path / "runs" / "tiny" / "step_3" / "manifest.json").is_file()
+
+
 def test_workflow_of_the_wrong_shape(tmp_path):
     (tmp_path / "flow.py").write_text("def workflow(prompt): return []\n")
     assert_refused(

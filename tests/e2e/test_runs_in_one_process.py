@@ -99,7 +99,7 @@ def test_a_ray_that_does_not_start_is_one_line_and_leaves_no_process(monkeypatch
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(
-        UserError, match=r"Ray did not start .* timed out during startup\. .*runtime=local needs no Ray"
+        UserError, match=r"not start .* timed out during startup\. .*session_\*_\d+/logs.*runtime=local needs no Ray"
     ):
         RayRuntime(128)
     assert started[0].wait(timeout=60) != 0

@@ -222,6 +222,7 @@ def test_after_a_full_disk_the_run_ends_if_asked_to(tmp_path, monkeypatch):
     full_at(2, monkeypatch, "preflight")
     done = resume(run, "run.resume=never", "checkpoint.on_failure=stop")
     assert done.returncode == 2 and "checkpoint of step 2 needs" in done.stderr, done.stderr
+    assert "checkpoint not written, the run ends: " in done.stdout and "goes on" not in done.stdout
     assert [path.name for path in store.complete_checkpoints(run)][-1] == "step_1"
 
 

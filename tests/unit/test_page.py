@@ -24,8 +24,10 @@ from gcore.observe.page import page_model, page_path, totals, write_pages, write
 from gcore.observe.page_data import Segment, covered, read_recording
 from gcore.observe.page_html import render
 from gcore.observe.trace import Tracer, merge_traces
+from gcore.types import UserError
 from tests.unit.simulated import simulation
 from tests.unit.spans import span_at
+from tests.unit.test_full_disk import no_file_above
 
 EVIL = "</script><script>alert(1)</script><!-- & \u2028 \"'"
 VOID = {"meta", "link", "br", "img", "input"}
@@ -501,7 +503,9 @@ def test_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["report", str(run), str(two), "-o", str(tmp_path / "both.html")]) == 0
     assert "sums and tiny" in Page((tmp_path / "both.html").read_text()).text
     assert cli.main(["report", str(one), "-o", str(tmp_path / "no" / "a.html")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written (No such file or directory), expected a file in a folder (-o)" in capsys.readouterr().err
+    with no_file_above(0), pytest.raises(UserError, match=r"cannot be written \(File too large\)$"):  # no advice
+        write_report(run)
 
 
 def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

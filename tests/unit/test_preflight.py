@@ -34,6 +34,7 @@ REWARDS = """
 import time
 def right(completions, answer): return [float(c == a) for c, a in zip(completions, answer)]
 def fails(completions, answer): return [float(a["nope"]) for a in answer]
+def leaks(completions, api_key): raise ValueError(f"the server said: {api_key} is a bad key")
 def hangs(completions): time.sleep(1000)
 class Bonus:
     def __init__(self, scale): self.scale = scale
@@ -336,6 +337,17 @@ def test_what_a_dry_run_shows(place, capsys):
         "             (is the answer column the right one, in the format that the rewards expect?)\n"
     )
     assert "the reference answer gets 1 and the made-up one 0: as expected\n" in shown(capsys, place)
+
+
+def test_a_reward_that_fails_with_a_secret_in_its_message(place, capsys):
+    leaking = functions(place, "leaks", args={"api_key": "planted-key-1"})
+    assert main(["train", str(place / "recipe.yaml"), "--dry-run", leaking]) == 2
+    said = capsys.readouterr()
+    assert "planted" not in said.out + said.err and "<redacted> is a bad key" in said.out
+    assert (
+        said.err
+        == "gcore: reward 'leaks' fails on row 0: raised ValueError('the server said: <redacted> is a bad key')\n"
+    )
 
 
 @pytest.mark.parametrize("runtime", ["ray", "local"])

@@ -388,7 +388,7 @@ def test_weighted_sum_and_parts():
 
 
 @pytest.mark.parametrize(
-    ("value", "weight", "total"), [(1e308, 10.0, "inf"), (-1e31, 1.0, r"1e\+31"), (100.0, 1e29, r"1e\+31")]
+    ("value", "weight", "total"), [(1e308, 10.0, "inf"), (-1e31, 1.0, r"-1e\+31"), (100.0, 1e29, r"1e\+31")]
 )
 def test_a_sum_that_is_too_large_is_a_failure(value, weight, total):
     """Squares of 1e308 overflow in the metrics, and in float32 the loss of 1e39 is infinite."""
@@ -521,6 +521,27 @@ async def leaves_in_an_awaitable(prompts, completions):
 )
 def test_sys_exit_in_a_function_is_a_failed_call(function, what):
     with pytest.raises(RewardError, match=f"raised {what}"):
+        score(rewarder_of(function), group_of("2"))
+
+
+def raises(error):
+    def function(prompts, completions):
+        raise error
+
+    async def later(prompts, completions):
+        await asyncio.sleep(0)
+        raise error
+
+    return function, later
+
+
+@pytest.mark.parametrize("error", [GeneratorExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_no_exception_is_a_failed_call_too(error, is_async):
+    """Without workers, in a thread or on the event loop of the run, which would end or wait for ever."""
+    function = raises(error)[is_async]
+    what = rf"raised {error.__name__}\(\) at test_rewarding\.py:\d+ in |coroutine raised {error.__name__}"
+    with pytest.raises(RewardError, match=what):
         score(rewarder_of(function), group_of("2"))
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ from gcore.driver.run_folder import (
     write_private,
 )
 from gcore.launch.pins import pin
-from gcore.launch.preflight import DatasetCheck, light_checks
+from gcore.launch.preflight import DatasetCheck, _disk, light_checks
 from gcore.observe import trackers
 from gcore.observe.events import EventLog
-from gcore.observe.files import keep_lines
+from gcore.observe.files import LineFile, keep_lines
 from gcore.observe.logs import Log, Masks, trim
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.page import write_report
@@ -219,6 +220,53 @@ def test_what_is_written_follows_no_link_that_comes_later(tmp_path):
     changed = [name for name in files if (tmp_path / name.replace("/", "_")).read_text() != text]
     assert changed == []
     assert len(files) > 20
+
+
+@pytest.mark.parametrize("name", ["logs", "samples", "trace", "step_1.partial"])
+def test_nothing_is_written_in_a_folder_that_becomes_a_link(tmp_path, name):
+    folder, given = tmp_path / "runs" / "demo", elsewhere(tmp_path)
+    write_everything(folder)
+    before = contents(given)
+    store.remove(folder / name)
+    (folder / name).symlink_to(given)
+    write_everything(folder)
+    LineFile(folder / "samples" / "controller-0.jsonl").append(["{}"])
+    assert contents(given) == before and (given / "precious").read_text() == "text"
+
+
+def test_the_folder_of_a_run_may_be_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "demo").symlink_to(tmp_path / "disk")
+    write_private(tmp_path / "demo" / "config.yaml", "")
+    write_everything(tmp_path / "demo")
+    assert {"metrics.jsonl", "events.jsonl", "trace/engine-0.jsonl"} <= contents(tmp_path / "disk")
+
+
+def test_other_names_of_a_file_keep_their_content(tmp_path):
+    """`cp -al runs/demo runs/backup`, and the run is resumed."""
+    folder, backup = tmp_path / "runs" / "demo", tmp_path / "runs" / "backup"
+    write_everything(folder)
+    Log(folder / "logs" / "engine-0.log").close()
+    lines = ["metrics.jsonl", "events.jsonl", "trace/engine-0.jsonl", "samples/controller-0.jsonl"]
+    (folder / "samples").mkdir()
+    (folder / lines[-1]).write_text("{}\n")
+    shutil.copytree(folder, backup, copy_function=os.link)
+    before = {path: path.read_bytes() for path in backup.rglob("*") if path.is_file()}
+    write_everything(folder)
+    assert {path: path.read_bytes() for path in before} == before
+    assert (folder / "metrics.jsonl").read_bytes() == 2 * (backup / "metrics.jsonl").read_bytes()
+    assert all((folder / name).stat().st_nlink == 1 for name in lines)
+
+
+def test_the_check_of_the_disk_writes_to_no_file_of_the_user(tmp_path):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo"])
+    given = elsewhere(tmp_path) / "precious"
+    config.run.folder.parent.mkdir()
+    (config.run.folder.parent / ".writable").symlink_to(given)
+    _disk(config)
+    assert given.read_text() == "text" and [path.name for path in Path(config.run.dir).iterdir()] == [".writable"]
+    with no_file_above(0), pytest.raises(UserError, match=r"run\.dir=.*: cannot write to it: File too large"):
+        _disk(config)
 
 
 def test_links_of_the_user_are_no_problem(tmp_path):

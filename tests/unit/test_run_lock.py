@@ -242,3 +242,35 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / ".demo.lock").symlink_to(tmp_path / "file")
     with pytest.raises(UserError, match=r"cannot write to it"):
         hold(tmp_path / "demo", print).__enter__()
+
+
+@pytest.mark.parametrize("nested", ["trace", "samples/deep", "../demo/logs"])
+def test_a_run_inside_the_folder_of_another_one_is_refused(folder, nested):
+    """It would rename `trace` of the live run, which is no older run."""
+    inside = folder / nested
+    with started(folder) as first:
+        assert line(first) == "held"
+        with pytest.raises(UserError, match=rf"runs/demo: in use by process {first.pid} on .*run\.dir"):
+            hold(inside, print).__enter__()
+    with hold(inside, print):
+        pass
+
+
+def test_a_run_around_the_folder_of_another_one_is_refused(folder):
+    with hold(folder, print), pytest.raises(UserError, match="runs/demo: in use by"), hold(folder.parent, print):
+        pass
+    with hold(folder.parent, print):
+        pass
+
+
+def test_a_file_of_something_else_is_no_lock(folder, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("text")
+    folder.parent.mkdir()
+    os.link(precious, lock_file(folder))
+    for got in ("with hard links", "of something else"):
+        with pytest.raises(UserError, match=rf"\.demo\.lock: got a file {got}; expected the lock of a run"):
+            hold(folder, print).__enter__()
+        assert lock_file(folder).read_text() == precious.read_text() == "text"
+        lock_file(folder).unlink()
+        lock_file(folder).write_text("text")

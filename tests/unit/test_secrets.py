@@ -37,6 +37,11 @@ PLANTED = {
     "client-secret": "planted-15",
     "aws_secret_access_key_2": "planted-16",
     "password": 20250131,
+    "pin": 20250131,
+    "dbPw": "planted-60",
+    "passcode": "planted-61",
+    "psk": "planted-62",
+    "totp_otp": "planted-63",
     "key": "planted17planted17",
 }
 IN_TEXT = {
@@ -52,6 +57,19 @@ IN_TEXT = {
     "eyJplanted29.eyJplanted29.planted29": REDACTED,
     "https://hooks.slack.com/services/T0/B0/planted31planted": f"https://hooks.slack.com/services/{REDACTED}",
     "https://discord.com/api/webhooks/12/planted32planted": f"https://discord.com/api/webhooks/{REDACTED}",
+    "X-Api-Key: planted-50": f"X-Api-Key: {REDACTED}",
+    '{"x-goog-api-key": "planted-51", "a": 1}': f'{{"x-goog-api-key": "{REDACTED}", "a": 1}}',
+    "curl -H 'Authorization: Token planted-52' h": f"curl -H 'Authorization: Token {REDACTED}' h",
+    "Authorization: ApiKey planted-53": f"Authorization: ApiKey {REDACTED}",
+    "curl -s -u bob:planted https://h/x": f"curl -s -u bob:{REDACTED} https://h/x",
+    "http://bob:p@planted-54@h/x": f"http://{REDACTED}@h/x",
+    "http://bob:p/planted-55@h/x": f"http://{REDACTED}@h/x",
+    "gsk_plantedplanted56": REDACTED,
+    "r8_plantedplanted57": REDACTED,
+    "npm_plantedplanted58": REDACTED,
+    "pypi-planted_planted_planted-59": REDACTED,
+    "SG.plantedplanted60.plantedplanted60": REDACTED,
+    "https://api.telegram.org/bot110201543:planted-planted61/getMe": f"https://api.telegram.org/bot{REDACTED}/getMe",
     "-----BEGIN RSA PRIVATE KEY-----\nplanted30\n-----END RSA PRIVATE KEY-----\nx": f"{REDACTED}\nx",
 }
 INNOCENT = {
@@ -82,6 +100,12 @@ INNOCENT = {
     "ssh": "ssh://git@host/repo",
     "mail": "me@host",
     "nothing": None,
+    "pinned": "a-1",
+    "option": "spin-2",
+    "pwm": 3,
+    "header": "Authorization: required; x-key: short1",
+    "port": "http://host:8000/a@b and [::1]:80/a@b, npm_config_registry_url",
+    "docker": ["-u", "1000:1000", "curl -u 7", "pypi-publish"],
     "options": ["--max-tokens", "512", "--token-file", "a", "--tokenizer=x", "max_tokens=9", "key=answer", "-v", "x"],
     "text": "a task-driven risk-averse hf_model; Bearer of news, ask=1",
 }
@@ -108,9 +132,11 @@ def test_no_secret_is_in_the_file(tmp_path):
 def test_options_of_commands_and_assignments(tmp_path):
     """In a configuration. Elsewhere, `token=x` is a part of a program."""
     given = ["--api-key=planted-40", "--token", "planted-41", "export DB_PASSWORD=planted-42"]
+    given += ["curl", "-u", "bob:planted-44"]
     given.append("Endpoint=sb://x/;SharedAccessKeyName=n;SharedAccessKey=planted-43=")
     config = of_args(write_recipe(tmp_path), {"commands": given})
     expected = [f"--api-key={REDACTED}", "--token", REDACTED, f"export DB_PASSWORD={REDACTED}"]
+    expected += ["curl", "-u", REDACTED]
     expected.append(f"Endpoint=sb://x/;SharedAccessKeyName=n;SharedAccessKey={REDACTED}")
     assert parse_yaml(dump_config(config))["rewards"]["functions"][0]["args"]["commands"] == expected
     assert hide("call(token=tokenizer, password=None)") == "call(token=tokenizer, password=None)"

@@ -446,7 +446,7 @@ def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row(tmp_path):
     before = weights_of(trainer)
     moments = [v["exp_avg"].full_tensor().clone() for v in trainer.backend.networks["policy"].optimizer.state.values()]
     bad = update(trainer, poisoned(samples), batch_of(samples))
-    assert (bad.skipped, bad.grad_norm, bad.updates) == (1.0, 0.0, 1.0)
+    assert (bad.skipped, bad.grad_norm, bad.updates, bad.bad_in_a_row) == (1.0, 0.0, 1.0, 1)
     parameters = list(trainer.backend.networks["policy"].model.network.parameters())
     assert all(isinstance(p, DTensor) for p in parameters)  # sharded again after the dump, so a checkpoint is exact
     assert same(weights_of(trainer), before)
