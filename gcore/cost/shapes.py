@@ -178,7 +178,14 @@ SHAPES = {
 TOWERS = {"image": ("vision_config", 14 * 14), "audio": ("audio_config", 2)}
 STATEFUL_KEYS = (  # of config.json: layers that are not attention of grouped queries
     *("kv_lora_rank", "linear_num_value_heads", "linear_num_heads", "mamba_d_state", "ssm_state_size", "state_size"),
-    *("layer_types", "hybrid_override_pattern", "full_attention_interval", "attn_layer_indices", "attn_layer_period"),
+    *(
+        "layer_types",
+        "layers_block_type",
+        "hybrid_override_pattern",
+        "full_attention_interval",
+        "attn_layer_indices",
+        "attn_layer_period",
+    ),
 )
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([BM])", re.IGNORECASE)
 
@@ -272,7 +279,7 @@ def _from_config(file: Path, option: str) -> Shape:
     intermediate = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
     return Shape(
         name=file.parent.resolve().name,
-        layers=number("num_hidden_layers"),
+        layers=number("num_hidden_layers", default=len(_kinds(config)) or None),
         hidden=(hidden := number("hidden_size")),
         intermediate=number(*intermediate),
         heads=heads,
@@ -316,9 +323,13 @@ def _other_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
     """Of each layer, by the names of transformers. Empty: all have attention."""
-    layers = int(config.get("num_hidden_layers", 0))
-    if config.get("layer_types"):
-        return list(config["layer_types"])[:layers]
+    layers = int(config.get("num_hidden_layers") or 0)
+    for key in ("layer_types", "layers_block_type"):
+        if config.get(key):
+            kinds = [
+                {"mamba": "linear_attention", "attention": "full_attention"}.get(kind, kind) for kind in config[key]
+            ]
+            return kinds[: layers or None]
     if pattern := config.get("hybrid_override_pattern"):  # of Nemotron-H
         names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
         return [names[letter] for letter in pattern]
