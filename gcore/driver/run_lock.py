@@ -100,10 +100,11 @@ def _places(folder: Path) -> list[Path]:
 
 
 def _check_around(folder: Path) -> None:
-    """UserError if the folder lies in that of another run, or such a folder in this one: to rename an older run would
-    rename files of the other."""
+    """UserError if the folder lies in that of another run, or that of another run in this one, as far as two levels
+    below: to rename an older run would rename files of the other."""
     for name in _names(folder):
-        inside = [lock.with_name(lock.name[1 : -len(".lock")]) for lock in name.glob(".?*.lock")]
+        locks = (lock for depth in ("", "*/") for lock in name.glob(f"{depth}.?*.lock"))
+        inside = [lock.with_name(lock.name[1 : -len(".lock")]) for lock in locks]
         for other in (*name.parents, *inside):
             if (who := owner(other)) is not None:
                 raise _in_use(other, who)

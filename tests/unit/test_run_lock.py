@@ -257,10 +257,11 @@ def test_a_run_inside_the_folder_of_another_one_is_refused(folder, nested):
 
 
 def test_a_run_around_the_folder_of_another_one_is_refused(folder):
-    with hold(folder, print), pytest.raises(UserError, match="runs/demo: in use by"), hold(folder.parent, print):
-        pass
-    with hold(folder.parent, print):
-        pass
+    for around in (folder.parent, folder.parent.parent):
+        with hold(folder, print), pytest.raises(UserError, match="runs/demo: in use by"), hold(around, print):
+            pass
+        with hold(around, print):
+            pass
 
 
 def test_a_file_of_something_else_is_no_lock(folder, tmp_path):
