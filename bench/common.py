@@ -111,11 +111,15 @@ def run_members(member: Callable[..., Any], size: int, *args: Any) -> list[Any]:
 
 
 def qwen2_config(size: str, **changes: Any) -> Any:
-    """Of transformers. Its weights are made by the processes that use them."""
-    from transformers import Qwen2Config
+    return model_config(SHAPES[size], **changes)
 
-    shape = SHAPES[size]
-    return Qwen2Config(
+
+def model_config(shape: Shape, model_type: str = "qwen2", **changes: Any) -> Any:
+    """Of transformers. Its weights are made by the processes that use them."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        model_type,
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,

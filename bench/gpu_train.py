@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import SHAPES, qwen2_config, trainer_config  # noqa: E402
+from bench.common import SHAPES, model_config, trainer_config  # noqa: E402
 from gcore.content.tokens import Tokens, tokens_of  # noqa: E402
 from gcore.cost.shapes import Shape  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
@@ -117,24 +117,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def config_of(args: argparse.Namespace) -> Any:
-    from transformers import AutoConfig
-
-    common = {"max_position_embeddings": 32_768, "tie_word_embeddings": True}
-    if args.model not in FAMILIES:
-        return qwen2_config(args.model, **common)
-    shape, family = SIZES[args.model], dict(FAMILIES[args.model])
-    return AutoConfig.for_model(
-        family.pop("model_type"),
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        **common,
-        **family,
-    )
+    shape, family = SIZES[args.model], FAMILIES.get(args.model, {})
+    more = {**family, "head_dim": shape.head_dim} if family else {}
+    return model_config(shape, max_position_embeddings=32_768, **{"tie_word_embeddings": True, **more})
 
 
 def network_of(args: argparse.Namespace, device: torch.device) -> Any:
