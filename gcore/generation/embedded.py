@@ -77,7 +77,8 @@ class EmbeddedBackend(DecodeBackend):
         self._model, self._device = model, model.device
         self._traits = traits_of(model.config)
         self.max_concurrent, self._max_length = max_concurrent, max_length
-        self._cache = make_cache(self._model)
+        self._cache, self._decoder = make_cache(model), decoder_of(model)
+        self._cache_argument = cache_argument(self._decoder)
         self.jobs: list[Job] = []  # jobs[i] has row i of the cache
         self._rows = RowTable(_round_up(max_concurrent, ROW_BLOCK))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
@@ -230,9 +231,10 @@ class EmbeddedBackend(DecodeBackend):
         self, inputs: dict[str, Any], positions: torch.Tensor, masks: dict[str, torch.Tensor], cached: bool = True
     ) -> torch.Tensor:
         """The output of the decoder. Not of the whole model, whose joint modules would search for media."""
-        decoder = decoder_of(self._model)
-        state = {cache_argument(decoder): self._cache if cached else None, "use_cache": cached}
-        output = decoder(**inputs, position_ids=positions, attention_mask=self._traits.as_argument(masks), **state)
+        state = {self._cache_argument: self._cache if cached else None, "use_cache": cached}
+        output = self._decoder(
+            **inputs, position_ids=positions, attention_mask=self._traits.as_argument(masks), **state
+        )
         return output.last_hidden_state
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

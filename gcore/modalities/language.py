@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from gcore.training.backend import Backend
 
 
+BUILT = ("qwen3", "qwen2", "llama", "qwen3_moe")  # architectures of model.build that need no check, which takes seconds
+
+
 @dataclass(frozen=True)
 class Language:
     """Implements PolicyKind. `media_folder`: where the media of prompts are stored; None: they stay in memory."""
@@ -64,12 +67,13 @@ class Language:
         return replay_warning(config)
 
     def check_network(self) -> None:
-        """Built models without adapters need no check. A trainer rank of a reward model loads a language model or a
-        scorer."""
+        """Built models of common architectures without adapters need no check. A trainer rank of a reward model loads
+        a language model or a scorer."""
         config = self.config
         if config.objective == "reward_model" or config.training.emulated is not None:
             return
-        if config.model.path is not None or config.model.lora is not None:
+        build = config.model.build
+        if build is None or build.architecture not in BUILT or config.model.lora is not None:
             from gcore.models.networks import check_policy
 
             check_policy(config.model, self.tokenizer, config.max_length)

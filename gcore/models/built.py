@@ -10,7 +10,7 @@ import torch
 
 from gcore.config.base import BuildModel
 from gcore.content.families import built_family, module_of
-from gcore.models.decoders import implementation
+from gcore.models.decoders import implementation, traits_of
 from gcore.types import UserError
 
 if TYPE_CHECKING:
@@ -47,11 +47,16 @@ def _config_of(build: BuildModel, sizes: Mapping[str, Any]) -> Any:
         raise UserError(
             f"model.build.architecture={build.architecture}; expected a model_type of transformers, such as qwen3{hint}"
         )
-    config = CONFIG_MAPPING[build.architecture](**sizes)
-    default = type(config)()  # `config` keeps any attribute that it is given
+    default = CONFIG_MAPPING[build.architecture]()  # `config` below keeps any attribute that it is given
     for name in build.config:
         if not hasattr(default, name):
             raise UserError(f"model.build.config: {build.architecture} has no key {name}")
+    try:
+        config = CONFIG_MAPPING[build.architecture](**sizes)
+    except Exception as error:  # of the library's own checks
+        first = " ".join(str(error).split())[:300]
+        raise UserError(f"model.build: no configuration of {build.architecture} with these sizes: {first}") from error
+    traits_of(config)
     config._attn_implementation = implementation(config)
     return config
 

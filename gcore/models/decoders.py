@@ -47,18 +47,8 @@ BY_LAYER = {  # `layer_types` lists which layers have the window
 IN_CHUNKS = {"llama4_text"}
 INDEXED = {"deepseek_v32", "glm_moe_dsa"}
 SCALED = {  # logits capped or multiplied
-    *(
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-        "gemma4_text",
-        "vaultgemma",
-        "cohere",
-        "cohere2",
-        "granite",
-        "granitemoe",
-    ),
-    *("granitemoehybrid", "falcon_h1"),
+    *("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma", "cohere", "cohere2", "granite"),
+    *("granitemoe", "granitemoehybrid", "falcon_h1"),
 }
 STATEFUL = {  # with recurrent layers
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "nemotron_h"),

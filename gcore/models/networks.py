@@ -115,14 +115,15 @@ def adapters_in(folder: Path, model: Model) -> Adapters | None:
 def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
     """Check before the start, without weights, that the network is of a supported kind and has the layers that
     model.lora names. Raises UserError."""
-    config = _config(model, max_length) if model.build is None else None
-    if model.lora is None:
-        return
-    with torch.device("meta"):
-        if model.build is not None:
-            network = build_network(model.build, tokenizer, 0, scorer=False)
-        else:
+    if model.build is not None:
+        network = make_empty(model, tokenizer, max_length)
+    else:
+        config = _config(model, max_length)
+        if model.lora is None:
+            return
+        with torch.device("meta"):
             network = auto_class(config).from_config(config, trust_remote_code=model.trust_remote_code)
+    if model.lora is not None:
         adapters_of(network, model.lora)
 
 
@@ -341,14 +342,11 @@ def _options(model: Model, config: Any) -> dict[str, Any]:
 
 def _dequantised(model: Model) -> dict[str, Any]:
     """Options with which transformers reads quantised files as what they were before."""
-    from transformers import AutoConfig, FineGrainedFP8Config
+    from transformers import FineGrainedFP8Config
     from transformers.utils.quantization_config import Mxfp4Config
 
-    config = AutoConfig.from_pretrained(
-        str(model_folder(model)), trust_remote_code=model.trust_remote_code, local_files_only=True
-    )
     formats = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
-    method = quantisation(config)
+    method = quantisation(_read_config(model, model_folder(model)))
     return {} if method is None else {"quantization_config": formats[method](dequantize=True)}
 
 

@@ -169,7 +169,7 @@ class Daemons:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Raises RoleDied if one fails meanwhile: Ray's calls wait without end for a daemon that is stopped."""
+        """Raises RoleDied if one fails during the call: Ray's calls wait without end for a daemon that is stopped."""
         async with task_group() as tasks:
             failing = tasks.create_task(self.until_one_fails())
             yield

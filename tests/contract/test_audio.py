@@ -145,7 +145,7 @@ def test_the_tokens_of_prompts_are_those_of_transformers(world: World):
 
 
 def test_engine_and_trainer_are_the_joint_forward_pass(world: World):
-    """Packed and alone, for logprobs and for the values of a critic; a clip is encoded once, whoever has it."""
+    """Packed and alone, for logprobs and for the values of a critic; a clip of several samples is encoded once."""
     keys = list(world.samples)
     expected = {key: world.reference(world.samples[key]) for key in keys}
     for key in keys:

@@ -502,3 +502,21 @@ def test_the_screen_says_what_a_start_waits_for():
         ("judge-wise", "starting", "0 of 2 ready, 1 loading"),
         ("controller", "starting", "0 of 1 ready"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["model.build.architecture=qwen33"], "expected a model_type of transformers, such as qwen3"),
+        (["model.build.architecture=mamba"], "a model of type mamba has layers of kind linear_attention"),
+        (["model.build.architecture=qwen3_5_text", "model.build.config={heads: 4}"], "qwen3_5_text has no key heads"),
+        (
+            ["model.build.architecture=qwen3_5_text", "model.build.config={layer_types: [some, other]}"],
+            "no configuration of qwen3_5_text with these sizes",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_one_line_before_the_run(capsys, tmp_path, changes, said):
+    assert main(["train", "quickstart", f"run.dir={tmp_path}", "--dry-run", *changes]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error and error.count("\n") == 1

@@ -57,6 +57,7 @@ def test_fp8_is_read_part_by_part(name, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         network = filled(path_of(tmp_path))
     assert "the whole model" not in caplog.text
+    assert "quantization_config" not in network.config.to_dict()  # which is what an export writes
     parameters = dict(network.named_parameters())
     assert len(meant) > 10 and all(torch.equal(parameters[n], w) for n, w in meant.items())
     assert_same(network, load_model(path_of(tmp_path), None, 0, torch.float32, CPU))  # as transformers reads it
