@@ -7,17 +7,24 @@ at their ends gives each sample what it has alone:
 
 Only these layers compute that batch; attention, norms and experts keep the packed rows. It costs the padding, so
 memory and time grow with N x longest, and never with the square of the row.
+
+On GPUs, layers with the gated delta rule read a row as it is, with the kernels of flash-linear-attention, which take
+the cumulative lengths of its samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from gcore.models.decoders import KINDS, decoder_of, traits_of
+from gcore.types import UserError
 
 PACKED = ("cu_seq_lens_q", "seq_idx")  # arguments that describe packed rows
 MIXERS = ("linear_attn", "mamba", "mixer", "conv", "self_attn")  # names in a layer of what carries the state
@@ -52,13 +59,57 @@ class Samples:
         return rows.index_copy(0, self._tokens, flat[self._inside]).view(*self._shape, -1)
 
 
-class Recurrence:
-    """Makes the recurrent layers of a network compute `samples`. None: each row is one sequence."""
+def takes_lengths(mixer: nn.Module) -> bool:
+    """Whether this layer computes a packed row exactly when it is called with `cu_seq_lens_q`. transformers passes them
+    to the kernel of the delta rule, and to its own convolution, which ignores them: that is replaced."""
+    module = sys.modules[type(mixer).__module__]
+    if not hasattr(module, "torch_chunk_gated_delta_rule") or find_spec("fla") is None:
+        return False
+    _check_triton()
+    if not hasattr(module.causal_conv1d_fn, "for_rows"):
+        module.causal_conv1d_fn = _convolution(module.causal_conv1d_fn)  # type: ignore[attr-defined]
+    return True
 
-    def __init__(self, network: Any) -> None:
+
+def _convolution(of_rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    @torch.compiler.disable
+    def of_samples(values_RDW: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if (starts := kwargs.get("cu_seq_lens_q")) is None:
+            return of_rows(values_RDW, weight, bias, **kwargs)
+        activation, rows_RWD = kwargs.get("activation"), values_RDW.transpose(1, 2)
+        output: Tensor = causal_conv1d(rows_RWD, weight, bias, activation=activation, cu_seqlens=starts)[0]
+        return output.transpose(1, 2)
+
+    of_samples.for_rows = of_rows
+    return of_samples
+
+
+def _check_triton() -> None:
+    """flash-linear-attention refuses its backward pass here, minutes after the start of a run."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9 or find_spec("tilelang") is not None:
+        return
+    import triton
+
+    found = triton.__version__
+    if Version("3.4") <= Version(found) < Version("3.7.1"):
+        raise UserError(
+            f"the layers with linear attention of this model cannot be trained on this GPU with Triton {found}: it "
+            "compiles the kernels of flash-linear-attention wrongly; expected triton>=3.7.1 (torch>=2.13 has it), or "
+            "the package tilelang"
+        )
+
+
+class Recurrence:
+    """Makes the recurrent layers of a network compute `samples`. None: each row is one sequence, or the layers take
+    the lengths of its samples (`takes_lengths`)."""
+
+    def __init__(self, network: Any, on_gpu: bool = False) -> None:
         self.samples: Samples | None = None
         self.mixers = mixers_of(network)
-        for mixer in self.mixers:
+        self.takes_lengths = on_gpu and all(takes_lengths(mixer) for mixer in self.mixers)
+        for mixer in self.mixers if not self.takes_lengths else ():
             # compiled, the loops of transformers' own PyTorch path would be unrolled
             mixer.forward = torch.compiler.disable(mixer.forward)  # type: ignore[method-assign]
             mixer.register_forward_pre_hook(self._before, with_kwargs=True)

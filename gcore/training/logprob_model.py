@@ -168,7 +168,7 @@ class LogprobModel(nn.Module):
         self.varlen = varlen.usable(network, compute.device, compute.dtype)
         self.traits = traits_of(network.config)
         self.routers = expert_routers_of(network) if self.replays else None
-        self.recurrence = Recurrence(network) if self.traits.recurrent else None
+        self.recurrence = Recurrence(network, self.varlen) if self.traits.recurrent else None
         self.attention = implementation(network.config)  # of rows with a mask
         attention.register()
         for power in range(1, compute.context.bit_length()):
@@ -208,9 +208,10 @@ class LogprobModel(nn.Module):
             given = packed.experts_RWLK if self.replays else None
             self.routers.given = None if given is None else given.flatten(0, 1)
         if self.recurrence is not None:
-            one_per_row = packed.mask_R1WW is None and packed.starts is None
+            alone = packed.mask_R1WW is None and packed.starts is None
+            as_it_is = alone or (self.recurrence.takes_lengths and packed.starts is not None)
             shape, device = packed.tokens_RW.shape, packed.tokens_RW.device
-            self.recurrence.samples = None if one_per_row else Samples(shape, *packed.spans, device)
+            self.recurrence.samples = None if as_it_is else Samples(shape, *packed.spans, device)
         decoder.config._attn_implementation = self.attention if packed.starts is None else attention.NAME
         hidden = decoder(use_cache=False, **self._inputs(packed)).last_hidden_state
         return self._outputs(hidden.flatten(0, 1)[packed.select_S], packed)

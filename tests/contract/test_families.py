@@ -8,7 +8,11 @@ sequences, so a layer that sees too much or too little shows.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
+import types
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.decoders import traits_of
 from gcore.models.networks import load_model, load_scorer, score_texts
+from gcore.models.recurrent import mixers_of
+from gcore.training import varlen
 from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 
@@ -315,7 +321,7 @@ def trained(
 ) -> list[torch.Tensor]:
     """Logprobs of each sample, laid out in these rows, by the trainer's network."""
     batch = MicroBatch(tuple(tuple(samples[i].key for i in row) for row in rows), width)
-    packed = to_tensors(batch, {s.key: s for s in samples}, CPU)
+    packed = to_tensors(batch, {s.key: s for s in samples}, CPU, policy.varlen)
     logprobs_S, _ = policy(packed)
     by_key = {key: logprobs_S[packed.sample_S == i] for i, key in enumerate(packed.keys)}
     return [by_key[s.key] for s in samples]
@@ -348,6 +354,46 @@ def test_trainer_packed_and_alone_is_the_plain_forward_pass(name, folders):
         assert want.std() > 0.1 or len(want) < 4
         for found in got:
             assert (found - want).abs().max() < close(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"])
+def test_kernels_that_take_lengths_read_a_row_as_it_is(name, folders, monkeypatch):
+    """Here, these stand for the kernels of flash-linear-attention, which run on GPUs alone: the samples one by one."""
+    network = ours(folders(name))
+    module = sys.modules[type(mixers_of(network)[0]).__module__]
+    rule, convolution, calls = module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn, []
+
+    def of_samples(compute, *rows, starts):
+        calls.append(starts.tolist())
+        spans = list(itertools.pairwise(starts.tolist()))
+        return torch.cat([compute(*(row[:, a:b] for row in rows)) for a, b in spans], 1)
+
+    def delta_rule(query, key, value, g, beta, cu_seqlens, **options):
+        compute = lambda *parts: rule(*parts, **options)[0]  # noqa: E731
+        return of_samples(compute, query, key, value, g, beta, starts=cu_seqlens), None
+
+    def causal_conv1d(rows, weight, bias, activation, cu_seqlens):
+        compute = lambda row: convolution(row.transpose(1, 2), weight, bias, activation).transpose(1, 2)  # noqa: E731
+        return of_samples(compute, rows, starts=cu_seqlens), None
+
+    for package in ("fla", "fla.modules", "fla.modules.causal_conv1d"):
+        stand_in = types.ModuleType(package)
+        stand_in.__spec__, stand_in.causal_conv1d = ModuleSpec(package, None), causal_conv1d  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, package, stand_in)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", delta_rule)
+    monkeypatch.setattr(module, "causal_conv1d_fn", convolution)  # to be replaced
+    monkeypatch.setattr(varlen, "usable", lambda *_: True)
+    policy, samples = LogprobModel(network).train(), samples_of([(9, 14), (3, 20), (17, 6), (1, 2)])
+    found = trained(policy, samples, ((0, 1, 3, 2),), 72)
+    assert len(calls) == 2 * len(mixers_of(network)) and {tuple(call) for call in calls} == {(0, 23, 46, 49, 72)}
+    sum(part.sum() for part in found).backward()  # type: ignore[union-attr]
+    expected = reference(folders(name), name)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", rule)
+    wanted = [plain(expected, s.content.tokens_T, s.num_steps) for s in samples]
+    sum(part.sum() for part in wanted).backward()  # type: ignore[union-attr]
+    assert max(float((a - b).detach().abs().max()) for a, b in zip(wanted, found, strict=True)) < CLOSE_DELTA
+    mine, theirs = (dict(m.named_parameters())["model.layers.0.linear_attn.A_log"].grad for m in (network, expected))
+    assert float((mine - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max()) + 1e-6
 
 
 @pytest.mark.parametrize("name", FAMILIES)
