@@ -44,7 +44,9 @@ from gcore.runtime.gloo import join  # noqa: E402
 from gcore.training.backend import NewNetwork  # noqa: E402
 from gcore.training.fsdp import FsdpBackend, FsdpNetwork  # noqa: E402
 from gcore.training.rank import TrainerRank  # noqa: E402
-from gcore.types import Sample, TrainBatch  # noqa: E402
+from gcore.training.state import TrainedName  # noqa: E402
+from gcore.types import Sample, Topology, TrainBatch  # noqa: E402
+from gcore.weights.pretrained import read_whole  # noqa: E402
 
 DELTA_RULE = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 FAMILIES: dict[str, dict[str, Any]] = {  # beside Qwen2: keys of config.json
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", choices=["fixed", "mix"], default=["fixed", "mix"])
     parser.add_argument("--profile", action="store_true", help="and the kernels that take the most time")
     parser.add_argument("--no-checks", action="store_true", help="without the comparison with the library")
+    parser.add_argument("--backend", choices=["fsdp", "megatron"], default="fsdp")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -91,7 +94,7 @@ def main() -> None:
         gc.collect()  # the trainer of this row
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if not args.no_checks:
+    if not args.no_checks and args.backend == "fsdp":
         agreement(args, device)
         skipped(args, device)
 
@@ -159,7 +162,13 @@ def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> 
     compiles, checkpoints = VARIANTS[variant]
     config = trainer_config(lr=1e-6, compile=compiles, activation_checkpointing=checkpoints)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    backend = partial(FsdpBackend, config, {"policy": NewNetwork(lambda: network_of(args, device))}, device, dtype)
+    make = partial(network_of, args, device)
+    backend: Callable[[], Any] = partial(FsdpBackend, config, {"policy": NewNetwork(make)}, device, dtype)
+    if args.backend == "megatron":
+        from gcore.training.megatron.backend import MegatronBackend
+
+        networks: dict[TrainedName, NewNetwork] = {"policy": NewNetwork(make, open=lambda empty: read_whole(empty)[0])}
+        backend = partial(MegatronBackend, config, networks, device, dtype, Topology(1))
     return TrainerRank(config, backend, rank=0, threads=2, tracer=Tracer(None, "trainer-0"))
 
 

@@ -202,7 +202,6 @@ def _check_megatron(config: Config) -> None:
         return
     refuse("model.lora", config.model.lora is not None, "none, or training.backend=fsdp: there are no adapters")
     refuse("training.offload", training.offload not in ("auto", "none"), "auto or none: its state is on the device")
-    refuse("training.compile", training.compile is True, "auto or false")
     refuse(f"{TRAINER}.shard", trainer.shard != "auto", "auto: all data-parallel ranks share the optimizer")
     # With two stages both neighbours are one rank, and Megatron receives gradients as activations.
     is_too_short = trainer.virtual_pipeline > 1 and trainer.pipeline_parallel < 3

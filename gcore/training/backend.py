@@ -11,14 +11,14 @@ collective: all ranks call it, in the same order, from one thread. Implementatio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcore.checkpoint.tensors import Shard
 from gcore.checkpoint.writer import Snapshot
@@ -36,6 +36,8 @@ from gcore.training.step_model import Compute, Wrap
 from gcore.types import Key, MicroBatch
 from gcore.weights.bucket import Parameter
 from gcore.weights.pretrained import Read
+
+RECOMPILE_LIMIT = 64  # of the code of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +207,19 @@ class Backend(ABC):
             self.networks[self._first].set_aside()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def compiles(training: Training, device: torch.device) -> bool:
+    return device.type == "cuda" if training.compile == "auto" else training.compile
+
+
+def compile_layers(layers: Iterable[nn.Module], compute: Compute, training: Training) -> None:
+    if not compute.compiled:
+        return
+    # Variants: with and without gradients, fixed and dynamic shapes, shared sequences. Beyond the limit of 8, layers
+    # would run eagerly without a word.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    if training.compile == "auto":  # a layer that does not compile runs eagerly, with a warning
+        torch._dynamo.config.suppress_errors = True
+    for layer in layers:
+        layer.compile()

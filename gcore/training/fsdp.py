@@ -26,7 +26,7 @@ from gcore.config.tree import Config
 from gcore.models.towers import takes_media, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import lora, state, tensor_parallel
-from gcore.training.backend import Backend, Network, NewNetwork
+from gcore.training.backend import Backend, Network, NewNetwork, compile_layers, compiles
 from gcore.training.logprob_model import own_experts
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.optimizer import MOMENTS, Optimizer
@@ -35,7 +35,6 @@ from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_model import Compute, StepBatch, Wrap
 from gcore.types import Key, MicroBatch
 
-RECOMPILE_LIMIT = 64  # of the code of a layer
 LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
 
 
@@ -149,8 +148,9 @@ class FsdpBackend(Backend):
         tensor: int = 1,
         context: int = 1,
     ) -> None:
-        compiles = device.type == "cuda" if config.training.compile == "auto" else config.training.compile
-        compute = Compute(device, dtype, compiles, tensor, config.training.context_attention, context)
+        compute = Compute(
+            device, dtype, compiles(config.training, device), tensor, config.training.context_attention, context
+        )
         super().__init__(config, new, compute)
         shape = (self._data_size // shard, shard, tensor)
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "tensor"))
@@ -202,14 +202,7 @@ class FsdpBackend(Backend):
         mixed = mixed_precision(self._compute.dtype)
         mesh = self._mesh["copies", "shards"] if self._mesh.size(0) > 1 else self._mesh["shards"]
         layers = model.layers
-        if self._compute.compiled:
-            # Variants: with and without gradients, fixed and dynamic shapes, shared sequences. Beyond the limit of 8,
-            # layers would run eagerly without a word.
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-            if self._config.training.compile == "auto":  # a layer that does not compile runs eagerly, with a warning
-                torch._dynamo.config.suppress_errors = True
-            for layer in layers:
-                layer.compile()
+        compile_layers(layers, self._compute, self._config.training)
         if self._shard_size > 1 or self.device.type == "cuda":  # else nothing is gathered, one reduction is enough
             size = 1 if self._shard_size > 1 else LAYERS_PER_GROUP
             for first in range(0, len(layers), size):

@@ -116,11 +116,10 @@ def config(tmp_path: Path) -> Any:
         (("pipeline_parallel=2", "backend=fsdp"), "pipeline_parallel=2; expected 1, or training.backend=megatron"),
         (("lora={rank: 4}",), "got model.lora; expected none, or training.backend=fsdp"),
         (("offload=all",), "training.offload=all; expected auto or none: its state is on the device"),
-        (("compile=true",), "training.backend=megatron: got training.compile=true"),
     ],
 )
 def test_degrees_that_contradict_other_keys(config, changes: tuple[str, ...], message: str):
-    sections = {"lora": "model", "offload": "training", "compile": "training", "backend": "training"}
+    sections = {"lora": "model", "offload": "training", "backend": "training"}
     keys = [f"{sections.get(change.partition('=')[0], 'placement.trainer')}.{change}" for change in changes]
     with pytest.raises(UserError) as raised:
         make_plan(config("training.backend=megatron", *keys), Machine(cores=8, gpus=0))

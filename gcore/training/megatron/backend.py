@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
-from gcore.training.backend import Backend, NewNetwork
+from gcore.training.backend import Backend, NewNetwork, compile_layers, compiles
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.megatron import cpu
 from gcore.training.megatron.model import Row
@@ -48,11 +48,13 @@ class MegatronBackend(Backend):
         topology: Topology,
         context: int = 1,
     ) -> None:
-        compute = Compute(device, dtype, False, topology.tensor, config.training.context_attention, context)
+        compiled = compiles(config.training, device)
+        compute = Compute(device, dtype, compiled, topology.tensor, config.training.context_attention, context)
         super().__init__(config, new, compute, topology.pipeline)
         if device.type == "cpu":
             cpu.patch()
         cpu.without_transformer_engine()
+        cpu.without_warnings()
         self._topology = topology
         parallel_state.destroy_model_parallel()  # of an earlier backend in this process
         parallel_state.initialize_model_parallel(
@@ -71,6 +73,8 @@ class MegatronBackend(Backend):
         new, recompute = self._new_of(name), self._config.training.activation_checkpointing is True
         empty = new.make()
         network = MegatronNetwork(empty, self._topology, self._compute, recompute, critic=name == "critic")
+        for chunk in network.chunks:
+            compile_layers(chunk.decoder.layers, self._compute, self._config.training)
         if name == "reference" or new.open is None:
             network.copy(self.networks["policy"])
         else:

@@ -1,7 +1,8 @@
 """What Megatron-Core 0.16 needs to run on a CPU with gloo: `patch` and `building`. Neither is used on a GPU.
 
 Each change replaces a call that names CUDA although its result does not depend on it. `without_transformer_engine` is
-for both: it defines a name that the router of experts tests for None and that is missing if the package is.
+for both: it defines a name that the router of experts tests for None and that is missing if the package is. So is
+`without_warnings`: compiled layers would break where Megatron warns that a group was not given.
 """
 
 from __future__ import annotations
@@ -53,6 +54,19 @@ def without_transformer_engine() -> None:
 
     if not hasattr(moe, "te_general_gemm"):
         moe.te_general_gemm = None
+
+
+def without_warnings() -> None:
+    import megatron.core.tensor_parallel.layers as layers
+    from megatron.core import parallel_state
+
+    def group_of(given: Any, is_expert: bool = False, check_initialized: bool = True) -> Any:
+        if given is not None or not parallel_state.is_initialized():
+            return given
+        kind = "expert_tensor_parallel" if is_expert else "tensor_model_parallel"
+        return getattr(parallel_state, f"get_{kind}_group")(check_initialized=check_initialized)
+
+    layers.get_tensor_model_parallel_group_if_none = group_of
 
 
 def _to_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:

@@ -90,10 +90,11 @@ class MegatronNetwork(Network):
         weight_VD = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight  # this rank's rows
         first = parallel_state.get_tensor_model_parallel_rank() * len(weight_VD)
         head = Head(
-            max(1, LOGITS_AT_ONCE // len(weight_VD)),
+            max(1, LOGITS_AT_ONCE * (4 if self._compute.compiled else 1) // len(weight_VD)),
             group=parallel_state.get_tensor_model_parallel_group() if self._compute.tensor_size > 1 else None,
             first=first,
             size=max(0, min(len(weight_VD), self._vocab - first)),
+            compiled=self._compute.compiled,
         )
         asked = packed.targets_S, packed.temperature_S, packed.sampling_mask
         return packed.joined(*token_logprobs(head, hidden_SD, weight_VD, *asked))
