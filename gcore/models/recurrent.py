@@ -60,14 +60,18 @@ class Samples:
 
 
 def takes_lengths(mixer: nn.Module) -> bool:
-    """Whether this layer computes a packed row exactly when it is called with `cu_seq_lens_q`. transformers passes them
-    to the kernel of the delta rule, and to its own convolution, which ignores them: that is replaced."""
-    module = sys.modules[type(mixer).__module__]
+    """Whether this layer computes a packed row exactly when it is called with `cu_seq_lens_q`. Two functions of its
+    module are replaced: transformers' own convolution ignores them, and in compiled layers its delta rule is the loop
+    in PyTorch, because torch 2.11 compiles `is_exporting()` as True."""
+    module: Any = sys.modules[type(mixer).__module__]
     if not hasattr(module, "torch_chunk_gated_delta_rule") or find_spec("fla") is None:
         return False
     _check_triton()
     if not hasattr(module.causal_conv1d_fn, "for_rows"):
-        module.causal_conv1d_fn = _convolution(module.causal_conv1d_fn)  # type: ignore[attr-defined]
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        module.torch_chunk_gated_delta_rule = torch.compiler.disable(chunk_gated_delta_rule)
+        module.causal_conv1d_fn = _convolution(module.causal_conv1d_fn)
     return True
 
 

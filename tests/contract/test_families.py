@@ -376,12 +376,13 @@ def test_kernels_that_take_lengths_read_a_row_as_it_is(name, folders, monkeypatc
         compute = lambda row: convolution(row.transpose(1, 2), weight, bias, activation).transpose(1, 2)  # noqa: E731
         return of_samples(compute, rows, starts=cu_seqlens), None
 
-    for package in ("fla", "fla.modules", "fla.modules.causal_conv1d"):
-        stand_in = types.ModuleType(package)
-        stand_in.__spec__, stand_in.causal_conv1d = ModuleSpec(package, None), causal_conv1d  # type: ignore[attr-defined]
+    for package in ("fla", "fla.modules", "fla.modules.causal_conv1d", "fla.ops", "fla.ops.gated_delta_rule"):
+        stand_in: Any = types.ModuleType(package)
+        stand_in.__spec__ = ModuleSpec(package, None)
+        stand_in.causal_conv1d, stand_in.chunk_gated_delta_rule = causal_conv1d, delta_rule
         monkeypatch.setitem(sys.modules, package, stand_in)
-    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", delta_rule)
-    monkeypatch.setattr(module, "causal_conv1d_fn", convolution)  # to be replaced
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", rule)  # both to be replaced
+    monkeypatch.setattr(module, "causal_conv1d_fn", convolution)
     monkeypatch.setattr(varlen, "usable", lambda *_: True)
     policy, samples = LogprobModel(network).train(), samples_of([(9, 14), (3, 20), (17, 6), (1, 2)])
     found = trained(policy, samples, ((0, 1, 3, 2),), 72)
