@@ -25,13 +25,17 @@ class LayerKind:
 
     mask: str = ""  # which earlier tokens its attention sees: full, sliding, chunked; empty: it has no attention
     state: bool = False  # has a state that goes along the sequence (models/recurrent.py)
+    kernel: bool = True  # scores and a window are all of its attention, as the kernel of training/varlen.py computes it
 
 
 KINDS = {  # by their names in `layer_types` of transformers
     "full_attention": LayerKind("full"),
     "sliding_attention": LayerKind("sliding"),
-    "chunked_attention": LayerKind("chunked"),
-    "indexed_attention": LayerKind("full"),  # an indexer chooses among the visible tokens
+    "chunked_attention": LayerKind("chunked", kernel=False),
+    "indexed_attention": LayerKind("full", kernel=False),  # an indexer chooses among the visible tokens
+    # a window, and before it, tokens of the sequence that are compressed to one entry each:
+    "compressed_sparse_attention": LayerKind("sliding", state=True, kernel=False),
+    "heavily_compressed_attention": LayerKind("sliding", state=True, kernel=False),
     "linear_attention": LayerKind(state=True),  # gated delta rule, lightning attention, Mamba
     "conv": LayerKind(state=True),
     "hybrid": LayerKind("full", state=True),  # attention and a state-space model side by side
@@ -42,20 +46,21 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 ONE_WINDOW = {"mistral", "mixtral", "ministral3", "phi3", "qwen3_moe", "starcoder2"}  # the window is in every layer
 BY_LAYER = {  # `layer_types` lists which layers have the window
     *("qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "vaultgemma", "gpt_oss", "ministral", "olmo3"),
-    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text"),
+    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text", "deepseek_v4"),
 }
 IN_CHUNKS = {"llama4_text"}
-INDEXED = {"deepseek_v32", "glm_moe_dsa"}
+INDEXED = {"deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"}
 SCALED = {  # logits capped or multiplied
     *("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma", "cohere", "cohere2", "granite"),
     *("granitemoe", "granitemoehybrid", "falcon_h1"),
 }
 STATEFUL = {  # with recurrent layers
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "nemotron_h"),
-    *("falcon_h1", "bamba", "granitemoehybrid", "jamba", "mamba2", "lfm2", "lfm2_moe"),
+    *("falcon_h1", "bamba", "granitemoehybrid", "jamba", "mamba2", "lfm2", "lfm2_moe", "qwen4_exp_text"),
+    "deepseek_v4",  # compressed entries
 }
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | INDEXED | IN_CHUNKS | {"llama"}
-EAGER = {"gpt_oss", "mamba2"}  # attention sinks, which sdpa in transformers leaves out; no attention at all
+EAGER = {"gpt_oss", "deepseek_v4", "mamba2"}  # attention sinks, which sdpa in transformers leaves out; no attention
 # Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
 AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention, in families that no test covers
@@ -116,8 +121,8 @@ class Traits:
         if len(set(self.kinds)) == 1 and not self.recurrent:
             return next(iter(masks.values()))
         by_mask = {KINDS[kind].mask: mask for kind, mask in masks.items()}
-        named = {kind: by_mask[row.mask] for kind, row in KINDS.items() if row.mask in by_mask}
-        return {**dict.fromkeys(kind for kind, row in KINDS.items() if row.state), **named}
+        kinds = dict.fromkeys((*self.kinds, *KINDS))  # some models take the first mask
+        return {k: by_mask.get(KINDS[k].mask) for k in kinds if KINDS[k].state or KINDS[k].mask in by_mask}
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Output of the last linear layer -> logits of the model."""
@@ -185,7 +190,7 @@ def _text_traits(config: Any) -> Traits:
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         raise _unsupported(config, "attends to later tokens")
     kinds = _layers(config)
-    window = getattr(config, "sliding_window", None) if SLIDING in kinds else None
+    window = getattr(config, "sliding_window", None) if any(KINDS[k].mask == "sliding" for k in kinds) else None
     chunk = getattr(config, "attention_chunk_size", None) if CHUNKED in kinds else None
     scale, cap = _scaling(config)
     return Traits(kinds, window, implementation(config) == "eager", scale, cap, chunk=chunk)

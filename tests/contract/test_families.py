@@ -245,12 +245,57 @@ TODAY: dict[str, Callable[[], Any]] = {
     ),
     "deepseek_v32": family("DeepseekV32Config", **MLA),
     "glm_moe_dsa": family("GlmMoeDsaConfig", **MLA),
+    "deepseek_v4": family(
+        "DeepseekV4Config",
+        num_key_value_heads=1,
+        head_dim=16,
+        q_lora_rank=16,
+        partial_rotary_factor=0.25,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        layer_types=[
+            *("compressed_sparse_attention", "heavily_compressed_attention"),
+            *("sliding_attention", "compressed_sparse_attention"),
+        ],
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+        compress_rates={"compressed_sparse_attention": 3, "heavily_compressed_attention": 7},
+        sliding_window=WINDOW,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=16,
+        index_head_dim=8,
+        index_topk=3,
+        hc_mult=2,
+    ),
+    "qwen4_exp": family(
+        "Qwen4ExpTextConfig",
+        head_dim=8,
+        layer_types=["linear_attention", "indexed_attention"] * (LAYERS // 2),
+        hc_count=2,
+        hc_lowrank=8,
+        ple_layer_ids=[1, 3],
+        ple_embed_dim=16,
+        ple_conv_kernel_size=2,
+        heads_per_ngram=2,
+        ngram_vocab_size_base=50,
+        make_ngram_vocab_size_divisible_by=4,
+        split_ngram_parts=2,
+        indexer_n_heads=4,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=6,
+        indexer_compress_ratio=3,
+        **GDN,
+        **QWEN_EXPERTS,
+        **SHARED,
+    ),
     "lfm2": family("Lfm2Config", **CONV),
     "lfm2_moe": family("Lfm2MoeConfig", num_experts=4, moe_intermediate_size=24, num_dense_layers=1, **CONV),
 }
 FAMILIES |= TODAY
 SAME_BITS = ("qwen3_5", "olmo_hybrid", "falcon_h1", "bamba", "mamba2", "lfm2", "gemma3n", "gemma4", "llama4")
-DELTA_RULE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear")
+DELTA_RULE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "qwen4_exp")
 SOFT_CAPPED = ("gemma2", "vaultgemma")
 
 
@@ -396,6 +441,13 @@ def test_kernels_that_take_lengths_read_a_row_as_it_is(name, folders, monkeypatc
     assert float((mine - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max()) + 1e-6
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_5", "llama4", "deepseek_v32", "deepseek_v4", "gpt_oss"])
+def test_the_kernel_of_packed_rows_is_for_attention_of_scores_and_a_window(name, folders, monkeypatch):
+    monkeypatch.setattr(varlen, "_KERNEL", True)
+    usable = varlen.usable(ours(folders(name)), torch.device("cuda"), torch.bfloat16)
+    assert usable == (name in ("qwen3", "gemma3", "qwen3_5"))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_engine_samples_with_the_logprobs_of_the_plain_forward_pass(name, folders):
     rng = np.random.default_rng(1)
@@ -411,11 +463,15 @@ def test_engine_samples_with_the_logprobs_of_the_plain_forward_pass(name, folder
             assert np.abs(completion.logprobs_S - want.numpy()).max() < close(name)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2", "minimax", "deepseek_v32", "llama4", "gemma3n"])
-def test_states_go_from_chunk_to_chunk_of_a_long_prompt(name, folders, monkeypatch):
+@pytest.mark.parametrize("length", [71, 82])  # the last chunk has 6 tokens, or would have 1
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_5", "falcon_h1", "lfm2", "minimax", "deepseek_v32", "llama4", "gemma3n", "deepseek_v4", "qwen4_exp"],
+)
+def test_states_go_from_chunk_to_chunk_of_a_long_prompt(name, length, folders, monkeypatch):
     monkeypatch.setattr(embedded, "PREFILL_TOKENS", 32)
     monkeypatch.setattr(embedded, "PREFILL_CHUNK", 16)
-    prompt, network = np.random.default_rng(1).integers(3, VOCABULARY, 71), reference(folders(name), name)
+    prompt, network = np.random.default_rng(1).integers(3, VOCABULARY, length), reference(folders(name), name)
     for completion in generated(ours(folders(name)), [prompt, prompt], [12, 12]):
         with torch.no_grad():
             want = plain(network, np.concatenate([prompt, completion.content.tokens_S]), 12)
