@@ -20,14 +20,24 @@ class LayerState:
 
     record_past = False
 
-    def __init__(self, cache: RowCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: RowCache, number: int) -> None:
+        self._cache, self._number = cache, number
         self._conv: dict[int, Tensor] = {}
         self._recurrent: dict[int, Tensor] = {}
 
     @property
     def tensors(self) -> list[Tensor]:
         return [*self._conv.values(), *self._recurrent.values()]
+
+    @property
+    def keys(self) -> Tensor:
+        """Of attention in this layer, that the current forward pass sees."""
+        kept = self._cache.keys[self._number]
+        assert kept is not None, "the indexer runs after the cache has the new keys"
+        return kept[self._cache.active, :, : self._cache.read_length]
+
+    def get_seq_length(self) -> int:
+        return self._cache.read_length
 
     @property
     def conv_states(self) -> dict[int, Tensor]:
@@ -71,8 +81,8 @@ class CompressedState(LayerState):
     every token, from the tokens that it has, and is visible from the last one on.
     """
 
-    def __init__(self, cache: RowCache, compressor: Any) -> None:
-        super().__init__(cache)
+    def __init__(self, cache: RowCache, number: int, compressor: Any) -> None:
+        super().__init__(cache, number)
         self._rate = compressor.compress_rate
         self._makers = {"compressor": compressor, "indexer": getattr(compressor, "indexer", None)}
         self._kept: dict[tuple[str, str], Tensor] = {}
@@ -170,7 +180,7 @@ class RowCache(Cache):
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
         self.index_keys: list[Tensor | None] = [None] * num_layers  # of indexers that choose what attention sees
-        self.states = [LayerState(self) for _ in range(num_layers)]
+        self.states = [LayerState(self, number) for number in range(num_layers)]
         self.layers: Any = self.states  # transformers finds them here
         self.num_rows = self.length = self.read_length = 0
         self._filler = filler  # before the first token, in states that are tokens
@@ -220,6 +230,8 @@ class RowCache(Cache):
     def begin_prefill(self, rows: Tensor, width: int, start: int = 0) -> None:
         """Of the tokens from `start` to `width`. Those before `start` are in the cache."""
         self.reserve(0, width)
+        if start == 0:
+            self._clear_index_keys(rows, 0)
         self._rows, self.write_at, self.start, self.read_length = rows, None, start, width
 
     def begin_step(self, positions_B: Tensor, read_length: int) -> None:
@@ -257,15 +269,23 @@ class RowCache(Cache):
             for tensor in tensors:
                 if tensor is not None:
                     tensor[targets, :, :length] = tensor[source, :, :length]
+        self._clear_index_keys(targets, length)
         for layer in self.states:
             for tensor in layer.tensors:
                 tensor[targets] = tensor[source].clone()
+
+    def _clear_index_keys(self, rows: Tensor | list[int], length: int) -> None:
+        """From this length on. Some indexers find out by the keys how many tokens there are."""
+        for tensor in self.index_keys:
+            if tensor is not None:
+                tensor[rows, :, length:] = 0
 
     @property
     def has_states(self) -> bool:
         return any(layer.tensors for layer in self.states)
 
     def clear_states(self, row: int) -> None:
+        self._clear_index_keys([row], 0)
         for layer in self.states:
             for tensor in layer.tensors:
                 tensor[row] = 0 if tensor.is_floating_point() else self._filler
@@ -316,7 +336,7 @@ def make_cache(network: Any) -> RowCache:
         cache = RowCache(config.num_hidden_layers, ends[0] or 0)
         for number, layer in enumerate(decoder_of(network).layers):
             if (compressor := getattr(getattr(layer, "self_attn", None), "compressor", None)) is not None:
-                cache.states[number] = CompressedState(cache, compressor)
+                cache.states[number] = CompressedState(cache, number, compressor)
         return cache
     from transformers.models.minimax.modeling_minimax import MiniMaxCache  # it accepts no other class
 

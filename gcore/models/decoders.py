@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.content.families import FAMILIES
+from gcore.content.families import FAMILIES, TEXT_ALONE
 from gcore.types import UserError
 
 
@@ -36,6 +36,8 @@ KINDS = {  # by their names in `layer_types` of transformers
     # a window, and before it, tokens of the sequence that are compressed to one entry each:
     "compressed_sparse_attention": LayerKind("sliding", state=True, kernel=False),
     "heavily_compressed_attention": LayerKind("sliding", state=True, kernel=False),
+    # an indexer chooses among groups of tokens, and makes the mask itself:
+    "pooled_attention": LayerKind(state=True, kernel=False),
     "linear_attention": LayerKind(state=True),  # gated delta rule, lightning attention, Mamba
     "conv": LayerKind(state=True),
     "hybrid": LayerKind("full", state=True),  # attention and a state-space model side by side
@@ -46,7 +48,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 ONE_WINDOW = {"mistral", "mixtral", "ministral3", "phi3", "qwen3_moe", "starcoder2"}  # the window is in every layer
 BY_LAYER = {  # `layer_types` lists which layers have the window
     *("qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "vaultgemma", "gpt_oss", "ministral", "olmo3"),
-    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text", "deepseek_v4"),
+    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text", "deepseek_v4", "step3p5"),
 }
 IN_CHUNKS = {"llama4_text"}
 INDEXED = {"deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"}
@@ -57,13 +59,15 @@ SCALED = {  # logits capped or multiplied
 STATEFUL = {  # with recurrent layers
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "nemotron_h"),
     *("falcon_h1", "bamba", "granitemoehybrid", "jamba", "mamba2", "lfm2", "lfm2_moe", "qwen4_exp_text"),
-    "deepseek_v4",  # compressed entries
+    *("deepseek_v4", "glm5_next_text"),  # compressed entries, pooled keys
 }
+RENAMED = {"glm5_next_text": {"indexed_attention": "pooled_attention"}}  # kinds that are others in this family
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | INDEXED | IN_CHUNKS | {"llama"}
 EAGER = {"gpt_oss", "deepseek_v4", "mamba2"}  # attention sinks, which sdpa in transformers leaves out; no attention
 # Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
 AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention, in families that no test covers
+TOWER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
 DEQUANTISED = ("fp8", "mxfp4")  # files in these formats are read as if they were in bfloat16
 MASKED_LOGIT = -1e9  # its probability and gradient are 0; with -infinity, 0 * infinity would give NaN
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -145,7 +149,7 @@ def forbid(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
 def decoder_of(network: Any) -> Any:
     """The layers with embedding and last norm, without the head."""
     decoder = network.get_decoder()
-    return network.model if decoder is network else decoder  # of Llama 4
+    return decoder.model if hasattr(decoder, "lm_head") else decoder  # of Llama 4
 
 
 def implementation(config: Any) -> str:
@@ -162,7 +166,8 @@ def forbidden_tokens(config: Any) -> tuple[int, ...]:
 
 def feature_tokens(config: Any) -> tuple[int, ...]:
     row = FAMILIES.get(config.model_type)
-    ids: list[int | None] = [getattr(config, name, None) for name in row.tokens] if row else []
+    names = row.tokens if row else TOWER_TOKENS if config.model_type in TEXT_ALONE else ()
+    ids: list[int | None] = [getattr(config, name, None) for name in names]
     return tuple(sorted({i for i in ids if i is not None}))
 
 
@@ -179,6 +184,8 @@ def traits_of(config: Any) -> Traits:
     if (row := FAMILIES.get(config.model_type)) is not None:
         traits = _text_traits(config.get_text_config())
         return replace(traits, forbidden=forbidden_tokens(config), media_blocks=row.blocks)
+    if config.model_type in TEXT_ALONE:
+        return replace(_text_traits(config.get_text_config()), forbidden=forbidden_tokens(config))
     return _text_traits(config)
 
 
@@ -204,7 +211,7 @@ def _layers(config: Any) -> tuple[str, ...]:
         chunked = getattr(config, "attention_chunk_size", None) is not None and declared is None
         kinds = [CHUNKED if chunked else SLIDING if windowed else FULL] * num_layers
     else:
-        kinds = list(declared)[:num_layers]
+        kinds = [RENAMED.get(family, {}).get(kind, kind) for kind in declared][:num_layers]
     limits = [f"{name}={getattr(config, name)}" for name in LONG_SEQUENCE_LIMITS if getattr(config, name, None)]
     if limits and family not in VERIFIED:
         raise _unsupported(config, f"limits attention ({', '.join(limits)})")
@@ -325,7 +332,7 @@ def check_network(network: Any) -> None:
     traits = traits_of(network.config)
     if getattr(network, "_is_stateful", False) and not traits.recurrent:
         raise _unsupported(network.config, "keeps a recurrent state")
-    if network.config.model_type in VERIFIED | set(FAMILIES):
+    if network.config.model_type in VERIFIED | TEXT_ALONE | set(FAMILIES):
         return
     device, lengths = network.device, (5, 7)
     parts = [torch.arange(3, 3 + n, device=device) * 7919 % network.config.vocab_size for n in lengths]

@@ -22,7 +22,7 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gcore.config.base import Lora, Model, PolicyModel
-from gcore.content.families import FAMILIES, built_family
+from gcore.content.families import FAMILIES, TEXT_ALONE, built_family
 from gcore.hub import model_folder
 from gcore.models.built import build_network
 from gcore.models.decoders import (
@@ -129,8 +129,9 @@ def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
 
 def auto_class(config: Any) -> Any:
     """The class of transformers that makes a policy of this configuration."""
-    row = FAMILIES.get(config.model_type)
-    return getattr(importlib.import_module("transformers"), row.auto_class if row else "AutoModelForCausalLM")
+    row, alone = FAMILIES.get(config.model_type), config.model_type in TEXT_ALONE
+    name = row.auto_class if row else "AutoModelForImageTextToText" if alone else "AutoModelForCausalLM"
+    return getattr(importlib.import_module("transformers"), name)
 
 
 def pick_device(name: str, index: int = 0) -> torch.device:
@@ -200,7 +201,7 @@ def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scor
     _make_buffers(network)
     if scorer:
         return network
-    known = network.config.model_type in VERIFIED | set(FAMILIES)
+    known = network.config.model_type in VERIFIED | TEXT_ALONE | set(FAMILIES)
     check_network(network.eval() if known else _small_network(model, network.config))
     return network
 

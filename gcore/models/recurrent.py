@@ -135,7 +135,9 @@ class Recurrence:
         if self.samples is None:
             return None
         batched = {name: self.samples.batch(kwargs[name]) for name in ROWS if name in kwargs}
-        if (mask := kwargs.get("attention_mask")) is not None:
+        if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
+            batched["attention_mask"] = self.samples.batch(mask)
+        elif mask is not None:
             (batched["attention_mask"],) = self.samples.masks(self._traits, mask.dtype).values()
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKED}
         return self.samples.batch(args), {**kwargs, **batched}
