@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from gcore.models.decoders import decoder_of
+from gcore.models.decoders import layers_of
 
 
 class LayerState:
@@ -334,7 +334,7 @@ def make_cache(network: Any) -> RowCache:
     if config.model_type != "minimax":
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         cache = RowCache(config.num_hidden_layers, ends[0] or 0)
-        for number, layer in enumerate(decoder_of(network).layers):
+        for number, layer in enumerate(layers_of(network)[1]):
             if (compressor := getattr(getattr(layer, "self_attn", None), "compressor", None)) is not None:
                 cache.states[number] = CompressedState(cache, number, compressor)
         return cache

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcore.content.families import FAMILIES, TEXT_ALONE
 from gcore.types import UserError
@@ -48,22 +48,24 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 ONE_WINDOW = {"mistral", "mixtral", "ministral3", "phi3", "qwen3_moe", "starcoder2"}  # the window is in every layer
 BY_LAYER = {  # `layer_types` lists which layers have the window
     *("qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "vaultgemma", "gpt_oss", "ministral", "olmo3"),
-    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text", "deepseek_v4", "step3p5"),
+    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text", "deepseek_v4", "step3p5", "afmoe", "cwm"),
+    *("cohere2_moe", "exaone_moe", "granite_swa", "granitemoe_swa", "mimo_v2_flash"),
 }
 IN_CHUNKS = {"llama4_text"}
-INDEXED = {"deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"}
+INDEXED = {"deepseek_v32", "glm_moe_dsa", "qwen4_exp_text", "hy_v4", "axk2"}
 SCALED = {  # logits capped or multiplied
     *("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma", "cohere", "cohere2", "granite"),
-    *("granitemoe", "granitemoehybrid", "falcon_h1"),
+    *("granitemoe", "granitemoehybrid", "falcon_h1", "cohere2_moe", "granite_swa", "granitemoe_swa", "minicpm3"),
+    "nanochat",
 }
 STATEFUL = {  # with recurrent layers
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "nemotron_h"),
     *("falcon_h1", "bamba", "granitemoehybrid", "jamba", "mamba2", "lfm2", "lfm2_moe", "qwen4_exp_text"),
+    *("mamba", "falcon_mamba"),
     *("deepseek_v4", "glm5_next_text"),  # compressed entries, pooled keys
 }
 RENAMED = {"glm5_next_text": {"indexed_attention": "pooled_attention"}}  # kinds that are others in this family
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | INDEXED | IN_CHUNKS | {"llama"}
-EAGER = {"gpt_oss", "deepseek_v4", "mamba2"}  # attention sinks, which sdpa in transformers leaves out; no attention
 # Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
 AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention, in families that no test covers
@@ -152,10 +154,23 @@ def decoder_of(network: Any) -> Any:
     return decoder.model if hasattr(decoder, "lm_head") else decoder  # of Llama 4
 
 
+def layers_of(network: Any) -> tuple[str, nn.ModuleList]:
+    """The layers of the decoder, and their name in it."""
+    lists = [item for item in decoder_of(network).named_children() if isinstance(item[1], nn.ModuleList)]
+    if not lists:
+        raise _unsupported(network.config, "has no list of layers")
+    name, layers = max(lists, key=lambda item: (item[0] == "layers", len(item[1])))
+    return name, cast(nn.ModuleList, layers)
+
+
 def implementation(config: Any) -> str:
-    """The attention implementation of transformers that supports all features of this model."""
+    """The attention implementation of transformers that supports all features of this model: its sdpa leaves out capped
+    scores."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    return "eager" if config.model_type in EAGER or softcap is not None else "sdpa"
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if softcap is None and getattr(kind, "_supports_sdpa", True) else "eager"
 
 
 def forbidden_tokens(config: Any) -> tuple[int, ...]:
@@ -330,6 +345,7 @@ def check_network(network: Any) -> None:
     """Compare a network of a family that no test covers: the logprobs of two short sequences, packed as in training,
     must equal those of each alone."""
     traits = traits_of(network.config)
+    layers_of(network)
     if getattr(network, "_is_stateful", False) and not traits.recurrent:
         raise _unsupported(network.config, "keeps a recurrent state")
     if network.config.model_type in VERIFIED | TEXT_ALONE | set(FAMILIES):

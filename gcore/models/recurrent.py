@@ -24,7 +24,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from gcore.models.decoders import KINDS, Traits, decoder_of, traits_of
+from gcore.models.decoders import KINDS, Traits, layers_of, traits_of
 from gcore.types import UserError
 
 PACKED = ("cu_seq_lens_q", "seq_idx")  # arguments that describe packed rows
@@ -36,7 +36,7 @@ ROWS = ("hidden_states", "position_ids", "position_embeddings")  # arguments wit
 def mixers_of(network: Any) -> list[nn.Module]:
     """The modules that carry a state, in the order of the layers."""
     kinds = traits_of(network.config).kinds
-    layers = [layer for kind, layer in zip(kinds, decoder_of(network).layers, strict=True) if KINDS[kind].state]
+    layers = [layer for kind, layer in zip(kinds, layers_of(network)[1], strict=True) if KINDS[kind].state]
     mixers = [next(m for name in MIXERS if (m := getattr(layer, name, None)) is not None) for layer in layers]
     return mixers + [m for layer in layers if (m := getattr(layer, N_GRAMS, None)) is not None]
 
