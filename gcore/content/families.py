@@ -125,6 +125,8 @@ FAMILIES: dict[str, MediaFamily] = {
         AUDIO, ("audio",), ("audio_token_id",), "AutoModelForSeq2SeqLM", "audio_config", build="audio", marks=CLIP_MARK
     ),
 }
+# Have a tower that is not supported: the decoder is used, for prompts of text.
+TEXT_ALONE = {"step3p7", "glm5_next", "llama4", "gemma4", "qwen4_exp"}
 # modules: towers, projectors
 TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector")
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+
+from gcore.models.decoders import layers_of
 
 
 class LayerState:
@@ -16,14 +20,24 @@ class LayerState:
 
     record_past = False
 
-    def __init__(self, cache: RowCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: RowCache, number: int) -> None:
+        self._cache, self._number = cache, number
         self._conv: dict[int, Tensor] = {}
         self._recurrent: dict[int, Tensor] = {}
 
     @property
     def tensors(self) -> list[Tensor]:
         return [*self._conv.values(), *self._recurrent.values()]
+
+    @property
+    def keys(self) -> Tensor:
+        """Of attention in this layer, that the current forward pass sees."""
+        kept = self._cache.keys[self._number]
+        assert kept is not None, "the indexer runs after the cache has the new keys"
+        return kept[self._cache.active, :, : self._cache.read_length]
+
+    def get_seq_length(self) -> int:
+        return self._cache.read_length
 
     @property
     def conv_states(self) -> dict[int, Tensor]:
@@ -58,6 +72,102 @@ class LayerState:
                 states[number] = torch.cat([old, old.new_zeros(num_rows - len(old), *old.shape[1:])])
 
 
+class CompressedState(LayerState):
+    """Of a layer whose attention sees compressed entries of the tokens before its window, one per `compress_rate`
+    tokens (DeepSeek-V4). `compressor`: the module of transformers that makes them. It calls the methods here,
+    for its own entries and for those of its indexer.
+
+    In a decoding step the rows are at different places of their entries. The entry that a row is in is computed at
+    every token, from the tokens that it has, and is visible from the last one on.
+    """
+
+    def __init__(self, cache: RowCache, number: int, compressor: Any) -> None:
+        super().__init__(cache, number)
+        self._rate = compressor.compress_rate
+        self._makers = {"compressor": compressor, "indexer": getattr(compressor, "indexer", None)}
+        self._kept: dict[tuple[str, str], Tensor] = {}
+        compressor.forward = partial(_hide_unfinished, compressor)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self._kept.values())
+
+    def grow(self, num_rows: int) -> None:
+        for key, old in self._kept.items():
+            self._kept[key] = torch.cat([old, old.new_zeros(num_rows - len(old), *old.shape[1:])])
+
+    def store_compression_weights(self, name: str, kv_BWD: Tensor, gate_BWD: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Inputs of the entries that the new tokens belong to: of those that are complete, or in a decoding step of the
+        one that each row is in. And the position of their first token."""
+        cache, both = self._cache, []
+        for part, new_BWD in (("kv", kv_BWD), ("gate", gate_BWD)):
+            kept = self._of(name, part, new_BWD.new_zeros(1, self._rate, new_BWD.shape[2]))
+            if (at := cache.write_at) is not None:
+                kept[cache.step_rows, at % self._rate] = new_BWD[:, 0]
+                both.append(kept[cache.active])
+                continue
+            whole = torch.cat([kept[cache.active, : cache.start % self._rate], new_BWD], 1)
+            complete = whole.shape[1] // self._rate * self._rate
+            kept[cache.active, : whole.shape[1] - complete] = whole[:, complete:]
+            both.append(whole[:, :complete])
+        first = 0 if cache.write_at is not None else cache.start // self._rate * self._rate
+        return both[0], both[1], first
+
+    def update_overlap_state(
+        self, name: str, kv_BNWD: Tensor, gate_BNWD: Tensor, head_dim: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the first of these entries takes from the tokens of the entry before it. Keeps that of the last one."""
+        cache, before = self._cache, list[Tensor]()
+        for part, whole_BNWD, none in (("kv", kv_BNWD, 0.0), ("gate", gate_BNWD, -torch.inf)):
+            last_BWD = whole_BNWD[:, -1, :, :head_dim]
+            kept = self._of(name, f"{part} before", last_BWD[:1])
+            before.append(kept[cache.active].clone())
+            if (at := cache.write_at) is not None:
+                before[-1][at < self._rate] = none
+                last_BWD = torch.where((at % self._rate == self._rate - 1)[:, None, None], last_BWD, before[-1])
+            kept[cache.active] = last_BWD
+        return (None, None) if cache.write_at is None and cache.start < self._rate else (before[0], before[1])
+
+    def update_compressor_states(self, name: str, new_BND: Tensor) -> Tensor:
+        """All entries, with the new ones."""
+        cache, most = self._cache, -(-self._cache.length // self._rate)
+        kept = self._of(name, "entries", new_BND.new_zeros(1, most, new_BND.shape[2]))
+        if kept.shape[1] < most:
+            kept = self._kept[name, "entries"] = torch.nn.functional.pad(kept, (0, 0, 0, most - kept.shape[1]))
+        if (at := cache.write_at) is not None:
+            kept[cache.step_rows, at // self._rate] = self._rotated(name, new_BND, at)[:, 0]
+            return kept[cache.active, : -(-cache.read_length // self._rate)]
+        first = cache.start // self._rate
+        kept[cache.active, first : first + new_BND.shape[1]] = new_BND
+        return kept[cache.active, : first + new_BND.shape[1]]
+
+    def _rotated(self, name: str, entry_B1D: Tensor, at: Tensor) -> Tensor:
+        """The compressor gives all rows the same position, 0."""
+        maker = self._makers[name]
+        first = (at // self._rate * self._rate)[:, None]
+        cos, sin = maker.rotary_emb(entry_B1D, position_ids=first, layer_type=maker.rope_layer_type)
+        rotate = sys.modules[type(maker).__module__].apply_rotary_pos_emb
+        rotated: Tensor = rotate(entry_B1D[:, None], cos, sin)[:, 0]
+        return rotated
+
+    def _of(self, name: str, part: str, like: Tensor) -> Tensor:
+        if (name, part) not in self._kept:
+            self._kept[name, part] = like.new_zeros(self._cache.num_rows, *like.shape[1:])
+        return self._kept[name, part]
+
+
+def _hide_unfinished(
+    compressor: Any, hidden_BWD: Tensor, query: Tensor, position_BW: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor | None]:
+    """In a decoding step, some compressors show all entries."""
+    entries_B1ED, bias = type(compressor).forward(compressor, hidden_BWD, query, position_BW, *rest)
+    if bias is None and (number := entries_B1ED.shape[2]):
+        finished_BW = (position_BW + 1) // compressor.compress_rate
+        later = torch.arange(number, device=position_BW.device) >= finished_BW[..., None]
+        bias = entries_B1ED.new_zeros(later.shape).masked_fill(later, -torch.inf)[:, None]
+    return entries_B1ED, bias
+
+
 class RowCache(Cache):
     """Keys and values as [rows, heads, length, dim] per layer, and the states of recurrent layers. Implements the Cache
     of transformers.
@@ -66,18 +176,19 @@ class RowCache(Cache):
     more token for each of the first n rows, each at its own position).
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, filler: int = 0) -> None:
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
         self.index_keys: list[Tensor | None] = [None] * num_layers  # of indexers that choose what attention sees
-        self.states = [LayerState(self) for _ in range(num_layers)]
+        self.states = [LayerState(self, number) for number in range(num_layers)]
         self.layers: Any = self.states  # transformers finds them here
         self.num_rows = self.length = self.read_length = 0
+        self._filler = filler  # before the first token, in states that are tokens
         self._rows: Tensor | None = None  # rows of the current prefill; None in a decoding step
-        self._start = 0  # of the current prefill
+        self.start = 0  # of the current prefill
         self._num_active = 0
-        self._step_rows: Tensor | None = None
-        self._write_at: Tensor | None = None
+        self.step_rows: Tensor | None = None
+        self.write_at: Tensor | None = None  # positions of the current decoding step
 
     @property
     def active(self) -> Tensor | slice:
@@ -87,7 +198,7 @@ class RowCache(Cache):
     @property
     def continues(self) -> bool:
         """Whether these rows have tokens in the cache before those of the current forward pass."""
-        return self._rows is None or self._start > 0
+        return self._rows is None or self.start > 0
 
     @property
     def _tensors(self) -> list[Tensor]:
@@ -119,18 +230,21 @@ class RowCache(Cache):
     def begin_prefill(self, rows: Tensor, width: int, start: int = 0) -> None:
         """Of the tokens from `start` to `width`. Those before `start` are in the cache."""
         self.reserve(0, width)
-        self._rows, self._start, self.read_length = rows, start, width
+        if start == 0:
+            self._clear_index_keys(rows, 0)
+        self._rows, self.write_at, self.start, self.read_length = rows, None, start, width
 
     def begin_step(self, positions_B: Tensor, read_length: int) -> None:
         self._rows, self.read_length = None, read_length
         self._num_active = len(positions_B)
-        self._step_rows = torch.arange(len(positions_B), device=positions_B.device)
-        self._write_at = positions_B
+        self.step_rows = torch.arange(len(positions_B), device=positions_B.device)
+        self.write_at = positions_B
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self._write(self.keys, layer_idx, key_states), self._write(self.values, layer_idx, value_states)
+        keys = self._write(self.keys, layer_idx, key_states)
+        return keys, keys if value_states is key_states else self._write(self.values, layer_idx, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         return self._write(self.index_keys, layer_idx, indexer_key_states[:, None])[:, 0]
@@ -145,28 +259,36 @@ class RowCache(Cache):
             heads, dim = new_BHWD.shape[1], new_BHWD.shape[3]
             kept = tensors[layer] = new_BHWD.new_zeros(self.num_rows, heads, self.length, dim)
         if self._rows is None:
-            kept[self._step_rows, :, self._write_at] = new_BHWD[:, :, 0]
+            kept[self.step_rows, :, self.write_at] = new_BHWD[:, :, 0]
             return kept[: len(new_BHWD), :, : self.read_length]
-        kept[self._rows, :, self._start : self.read_length] = new_BHWD
-        return kept[self._rows, :, : self.read_length] if self._start else new_BHWD
+        kept[self._rows, :, self.start : self.read_length] = new_BHWD
+        return kept[self._rows, :, : self.read_length] if self.start else new_BHWD
 
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
         for tensors in self._by_token:
             for tensor in tensors:
                 if tensor is not None:
                     tensor[targets, :, :length] = tensor[source, :, :length]
+        self._clear_index_keys(targets, length)
         for layer in self.states:
             for tensor in layer.tensors:
                 tensor[targets] = tensor[source].clone()
+
+    def _clear_index_keys(self, rows: Tensor | list[int], length: int) -> None:
+        """From this length on. Some indexers find out by the keys how many tokens there are."""
+        for tensor in self.index_keys:
+            if tensor is not None:
+                tensor[rows, :, length:] = 0
 
     @property
     def has_states(self) -> bool:
         return any(layer.tensors for layer in self.states)
 
     def clear_states(self, row: int) -> None:
+        self._clear_index_keys([row], 0)
         for layer in self.states:
             for tensor in layer.tensors:
-                tensor[row] = 0
+                tensor[row] = 0 if tensor.is_floating_point() else self._filler
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return self.states[layer_idx].update_conv_state(conv_states, state_idx, **kwargs)
@@ -186,6 +308,20 @@ class RowCache(Cache):
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
         self.states[layer_idx].update_recurrent_state(state, 0)
 
+    @property
+    def position_ids(self) -> Tensor:
+        """Of the keys, [3, rows, length], as Qwen4-Exp asks for them: before those of the current forward pass. A key
+        is found by its place, the query by the last one."""
+        rows = self._rows if self.write_at is None else self.write_at
+        if rows is None or not self.continues:
+            raise AttributeError
+        length = self.start if self.write_at is None else self.read_length
+        return torch.arange(length, device=rows.device).expand(3, len(rows), length)
+
+    @position_ids.setter
+    def position_ids(self, value: Tensor) -> None:
+        """It adds those of the current pass."""
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.read_length
 
@@ -196,7 +332,12 @@ class RowCache(Cache):
 def make_cache(network: Any) -> RowCache:
     config = network.config.get_text_config()
     if config.model_type != "minimax":
-        return RowCache(config.num_hidden_layers)
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        cache = RowCache(config.num_hidden_layers, ends[0] or 0)
+        for number, layer in enumerate(layers_of(network)[1]):
+            if (compressor := getattr(getattr(layer, "self_attn", None), "compressor", None)) is not None:
+                cache.states[number] = CompressedState(cache, number, compressor)
+        return cache
     from transformers.models.minimax.modeling_minimax import MiniMaxCache  # it accepts no other class
 
     made: RowCache = type("MiniMaxRowCache", (RowCache, MiniMaxCache), {})(config.num_hidden_layers)

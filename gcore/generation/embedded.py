@@ -18,6 +18,7 @@ on GPUs, the last bits depend on the batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -170,8 +171,9 @@ class EmbeddedBackend(DecodeBackend):
             if self._media is not None:
                 inputs, feature_positions, blocks = self._media.inputs(tokens_BW, contents)
             chunk = PREFILL_CHUNK if width > PREFILL_TOKENS and self._media is None else width
-            for first in range(0, width, chunk):
-                last = min(first + chunk, width)
+            # not one token alone: layers with a state would take it for a decoding step
+            bounds = [at for at in range(0, width, chunk) if width - at > 1 or not at]
+            for first, last in itertools.pairwise([*bounds, width]):
                 position = torch.arange(first, last, device=self._device)
                 positions = position[None].expand(len(part), -1) if feature_positions is None else feature_positions
                 seen = torch.arange(last, device=self._device) <= position[:, None]

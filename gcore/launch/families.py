@@ -35,6 +35,8 @@ SMALL: dict[str, Any] = {  # keys of config.json -> sizes of the small network, 
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size", "sliding_window", "attention_chunk_size"), 6),
     **{"qk_rope_head_dim": 4, "qk_head_dim": 12, "index_topk": 6, "mamba_dt_rank": 4, "max_position_embeddings": 256},
     **{"mamba_d_ssm": 64, "query_pre_attn_scalar": 8, "global_head_dim": 8, "expand": 2, "mamba_expand": 2},
+    **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 6, "n_shared_experts": 1},
+    **{"indexer_compress_ratio": 3},
     **{"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "dropout": 0.0},
 }
@@ -67,7 +69,7 @@ def row_of(name: str) -> list[str]:
 
     from gcore.config.megatron import check_family
     from gcore.models.decoders import check_network, implementation, traits_of
-    from gcore.models.networks import adapters_of
+    from gcore.models.networks import adapters_of, without_dropout
     from gcore.training.context import choose_method
     from gcore.training.tensor_parallel import check as check_tensor
 
@@ -79,6 +81,7 @@ def row_of(name: str) -> list[str]:
         for parameter in network.parameters():
             if parameter.dim() > 1:  # large enough that the output depends on what attention sees
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        without_dropout(network)
         check_network(network)
     except Exception as error:  # of any library code; a family that cannot be made small is not supported either
         return ["", f"no: {_line(error)}", "no", "", "", "", ""]

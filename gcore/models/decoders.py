@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gcore.content.families import FAMILIES
+from gcore.content.families import FAMILIES, TEXT_ALONE
 from gcore.types import UserError
 
 
@@ -25,13 +25,19 @@ class LayerKind:
 
     mask: str = ""  # which earlier tokens its attention sees: full, sliding, chunked; empty: it has no attention
     state: bool = False  # has a state that goes along the sequence (models/recurrent.py)
+    kernel: bool = True  # scores and a window are all of its attention, as the kernel of training/varlen.py computes it
 
 
 KINDS = {  # by their names in `layer_types` of transformers
     "full_attention": LayerKind("full"),
     "sliding_attention": LayerKind("sliding"),
-    "chunked_attention": LayerKind("chunked"),
-    "indexed_attention": LayerKind("full"),  # an indexer chooses among the visible tokens
+    "chunked_attention": LayerKind("chunked", kernel=False),
+    "indexed_attention": LayerKind("full", kernel=False),  # an indexer chooses among the visible tokens
+    # a window, and before it, tokens of the sequence that are compressed to one entry each:
+    "compressed_sparse_attention": LayerKind("sliding", state=True, kernel=False),
+    "heavily_compressed_attention": LayerKind("sliding", state=True, kernel=False),
+    # an indexer chooses among groups of tokens, and makes the mask itself:
+    "pooled_attention": LayerKind(state=True, kernel=False),
     "linear_attention": LayerKind(state=True),  # gated delta rule, lightning attention, Mamba
     "conv": LayerKind(state=True),
     "hybrid": LayerKind("full", state=True),  # attention and a state-space model side by side
@@ -42,23 +48,28 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 ONE_WINDOW = {"mistral", "mixtral", "ministral3", "phi3", "qwen3_moe", "starcoder2"}  # the window is in every layer
 BY_LAYER = {  # `layer_types` lists which layers have the window
     *("qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "vaultgemma", "gpt_oss", "ministral", "olmo3"),
-    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text"),
+    *("cohere2", "exaone4", "smollm3", "gemma3n_text", "gemma4_text", "deepseek_v4", "step3p5", "afmoe", "cwm"),
+    *("cohere2_moe", "exaone_moe", "granite_swa", "granitemoe_swa", "mimo_v2_flash"),
 }
 IN_CHUNKS = {"llama4_text"}
-INDEXED = {"deepseek_v32", "glm_moe_dsa"}
+INDEXED = {"deepseek_v32", "glm_moe_dsa", "qwen4_exp_text", "hy_v4", "axk2"}
 SCALED = {  # logits capped or multiplied
     *("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma", "cohere", "cohere2", "granite"),
-    *("granitemoe", "granitemoehybrid", "falcon_h1"),
+    *("granitemoe", "granitemoehybrid", "falcon_h1", "cohere2_moe", "granite_swa", "granitemoe_swa", "minicpm3"),
+    "nanochat",
 }
 STATEFUL = {  # with recurrent layers
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "nemotron_h"),
-    *("falcon_h1", "bamba", "granitemoehybrid", "jamba", "mamba2", "lfm2", "lfm2_moe"),
+    *("falcon_h1", "bamba", "granitemoehybrid", "jamba", "mamba2", "lfm2", "lfm2_moe", "qwen4_exp_text"),
+    *("mamba", "falcon_mamba"),
+    *("deepseek_v4", "glm5_next_text"),  # compressed entries, pooled keys
 }
+RENAMED = {"glm5_next_text": {"indexed_attention": "pooled_attention"}}  # kinds that are others in this family
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | INDEXED | IN_CHUNKS | {"llama"}
-EAGER = {"gpt_oss", "mamba2"}  # attention sinks, which sdpa in transformers leaves out; no attention at all
 # Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
 AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention, in families that no test covers
+TOWER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
 DEQUANTISED = ("fp8", "mxfp4")  # files in these formats are read as if they were in bfloat16
 MASKED_LOGIT = -1e9  # its probability and gradient are 0; with -infinity, 0 * infinity would give NaN
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -116,8 +127,8 @@ class Traits:
         if len(set(self.kinds)) == 1 and not self.recurrent:
             return next(iter(masks.values()))
         by_mask = {KINDS[kind].mask: mask for kind, mask in masks.items()}
-        named = {kind: by_mask[row.mask] for kind, row in KINDS.items() if row.mask in by_mask}
-        return {**dict.fromkeys(kind for kind, row in KINDS.items() if row.state), **named}
+        kinds = dict.fromkeys((*self.kinds, *KINDS))  # some models take the first mask
+        return {k: by_mask.get(KINDS[k].mask) for k in kinds if KINDS[k].state or KINDS[k].mask in by_mask}
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Output of the last linear layer -> logits of the model."""
@@ -140,13 +151,26 @@ def forbid(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
 def decoder_of(network: Any) -> Any:
     """The layers with embedding and last norm, without the head."""
     decoder = network.get_decoder()
-    return network.model if decoder is network else decoder  # of Llama 4
+    return decoder.model if hasattr(decoder, "lm_head") else decoder  # of Llama 4
+
+
+def layers_of(network: Any) -> tuple[str, nn.ModuleList]:
+    """The layers of the decoder, and their name in it."""
+    lists = [item for item in decoder_of(network).named_children() if isinstance(item[1], nn.ModuleList)]
+    if not lists:
+        raise _unsupported(network.config, "has no list of layers")
+    name, layers = max(lists, key=lambda item: (item[0] == "layers", len(item[1])))
+    return name, cast(nn.ModuleList, layers)
 
 
 def implementation(config: Any) -> str:
-    """The attention implementation of transformers that supports all features of this model."""
+    """The attention implementation of transformers that supports all features of this model: its sdpa leaves out capped
+    scores."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    return "eager" if config.model_type in EAGER or softcap is not None else "sdpa"
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if softcap is None and getattr(kind, "_supports_sdpa", True) else "eager"
 
 
 def forbidden_tokens(config: Any) -> tuple[int, ...]:
@@ -157,7 +181,8 @@ def forbidden_tokens(config: Any) -> tuple[int, ...]:
 
 def feature_tokens(config: Any) -> tuple[int, ...]:
     row = FAMILIES.get(config.model_type)
-    ids: list[int | None] = [getattr(config, name, None) for name in row.tokens] if row else []
+    names = row.tokens if row else TOWER_TOKENS if config.model_type in TEXT_ALONE else ()
+    ids: list[int | None] = [getattr(config, name, None) for name in names]
     return tuple(sorted({i for i in ids if i is not None}))
 
 
@@ -174,6 +199,8 @@ def traits_of(config: Any) -> Traits:
     if (row := FAMILIES.get(config.model_type)) is not None:
         traits = _text_traits(config.get_text_config())
         return replace(traits, forbidden=forbidden_tokens(config), media_blocks=row.blocks)
+    if config.model_type in TEXT_ALONE:
+        return replace(_text_traits(config.get_text_config()), forbidden=forbidden_tokens(config))
     return _text_traits(config)
 
 
@@ -185,7 +212,7 @@ def _text_traits(config: Any) -> Traits:
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         raise _unsupported(config, "attends to later tokens")
     kinds = _layers(config)
-    window = getattr(config, "sliding_window", None) if SLIDING in kinds else None
+    window = getattr(config, "sliding_window", None) if any(KINDS[k].mask == "sliding" for k in kinds) else None
     chunk = getattr(config, "attention_chunk_size", None) if CHUNKED in kinds else None
     scale, cap = _scaling(config)
     return Traits(kinds, window, implementation(config) == "eager", scale, cap, chunk=chunk)
@@ -199,7 +226,7 @@ def _layers(config: Any) -> tuple[str, ...]:
         chunked = getattr(config, "attention_chunk_size", None) is not None and declared is None
         kinds = [CHUNKED if chunked else SLIDING if windowed else FULL] * num_layers
     else:
-        kinds = list(declared)[:num_layers]
+        kinds = [RENAMED.get(family, {}).get(kind, kind) for kind in declared][:num_layers]
     limits = [f"{name}={getattr(config, name)}" for name in LONG_SEQUENCE_LIMITS if getattr(config, name, None)]
     if limits and family not in VERIFIED:
         raise _unsupported(config, f"limits attention ({', '.join(limits)})")
@@ -318,9 +345,10 @@ def check_network(network: Any) -> None:
     """Compare a network of a family that no test covers: the logprobs of two short sequences, packed as in training,
     must equal those of each alone."""
     traits = traits_of(network.config)
+    layers_of(network)
     if getattr(network, "_is_stateful", False) and not traits.recurrent:
         raise _unsupported(network.config, "keeps a recurrent state")
-    if network.config.model_type in VERIFIED | set(FAMILIES):
+    if network.config.model_type in VERIFIED | TEXT_ALONE | set(FAMILIES):
         return
     device, lengths = network.device, (5, 7)
     parts = [torch.arange(3, 3 + n, device=device) * 7919 % network.config.vocab_size for n in lengths]

@@ -22,7 +22,7 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gcore.config.base import Lora, Model, PolicyModel
-from gcore.content.families import FAMILIES, built_family
+from gcore.content.families import FAMILIES, TEXT_ALONE, built_family
 from gcore.hub import model_folder
 from gcore.models.built import build_network
 from gcore.models.decoders import (
@@ -31,6 +31,7 @@ from gcore.models.decoders import (
     check_network,
     decoder_of,
     implementation,
+    layers_of,
     quantisation,
     traits_of,
 )
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "jitter_noise")  # the last: of routers of experts
+DROPOUTS = ("dropout", "pdrop", "jitter_noise")  # in names of attributes; the last: of routers of experts
 SCORE = "score.weight"  # the head of a network with one label instead of the vocabulary: a scorer, a critic
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # suffixes after the layer's name, as in PEFT
 
@@ -95,8 +96,8 @@ def _layer_lists(network: Any, parts: Sequence[str]) -> tuple[str, ...]:
     model.lora.parts."""
     if hasattr(network, "layer_lists"):
         return tuple(network.layer_lists)
-    decoder = decoder_of(network)
-    text = next(f"{name}.layers" for name, module in network.named_modules() if module is decoder)
+    decoder, (layers, _) = decoder_of(network), layers_of(network)
+    text = next(f"{name}.{layers}" for name, module in network.named_modules() if module is decoder)
     tower = tuple(tower_of(network)) if takes_media(network) else ()
     if "vision" in parts and not tower:
         raise UserError("model.lora.parts: the model has no vision tower; expected [text]")
@@ -129,8 +130,9 @@ def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
 
 def auto_class(config: Any) -> Any:
     """The class of transformers that makes a policy of this configuration."""
-    row = FAMILIES.get(config.model_type)
-    return getattr(importlib.import_module("transformers"), row.auto_class if row else "AutoModelForCausalLM")
+    row, alone = FAMILIES.get(config.model_type), config.model_type in TEXT_ALONE
+    name = row.auto_class if row else "AutoModelForImageTextToText" if alone else "AutoModelForCausalLM"
+    return getattr(importlib.import_module("transformers"), name)
 
 
 def pick_device(name: str, index: int = 0) -> torch.device:
@@ -164,7 +166,7 @@ def load_model(
     `max_length`: of the sequences, if known. Some models compute longer ones differently.
     """
     network = load_whole(model, tokenizer, seed, max_length=max_length)
-    _without_dropout(network)
+    without_dropout(network)
     _place(network, dtype, device)
     check_network(network.eval())
     return network
@@ -196,11 +198,11 @@ def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scor
             network = kind.from_config(config, **_options(model, config))
     if scorer and network.config.model_type in FAMILIES:
         _exchange_head(network)
-    _without_dropout(network)
+    without_dropout(network)
     _make_buffers(network)
     if scorer:
         return network
-    known = network.config.model_type in VERIFIED | set(FAMILIES)
+    known = network.config.model_type in VERIFIED | TEXT_ALONE | set(FAMILIES)
     check_network(network.eval() if known else _small_network(model, network.config))
     return network
 
@@ -249,7 +251,7 @@ def _small_network(model: Model, config: Any) -> PreTrainedModel:
         for parameter in network.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-    _without_dropout(network)
+    without_dropout(network)
     return network.eval()
 
 
@@ -290,7 +292,7 @@ def load_scorer(
             "so texts cannot be batched (set pad_token_id in config.json)"
         )
     network.config.use_cache = False  # nothing is generated
-    _without_dropout(network)
+    without_dropout(network)
     _place(network, dtype, device)
     return network.eval()
 
@@ -423,11 +425,11 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     return scorer
 
 
-def _without_dropout(network: PreTrainedModel) -> None:
+def without_dropout(network: PreTrainedModel) -> None:
     """Logprobs before and during an update must come from the same policy; dropout would add noise to both."""
     for module in network.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name in DROPOUTS:
-            if isinstance(getattr(module, name, None), float):
+        for name, value in vars(module).items():
+            if isinstance(value, float) and any(part in name for part in DROPOUTS):
                 setattr(module, name, 0.0)

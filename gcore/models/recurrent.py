@@ -1,4 +1,5 @@
-"""Layers that carry a state along the sequence: linear attention, state-space models, short convolutions.
+"""Layers that carry a state along the sequence: linear attention, state-space models, short convolutions, and attention
+to entries that each stand for several tokens.
 
 In a packed row the state must begin anew at every sample. The layers are causal, so a batch of samples that are padded
 at their ends gives each sample what it has alone:
@@ -23,18 +24,21 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from gcore.models.decoders import KINDS, decoder_of, traits_of
+from gcore.models.decoders import KINDS, Traits, layers_of, traits_of
 from gcore.types import UserError
 
 PACKED = ("cu_seq_lens_q", "seq_idx")  # arguments that describe packed rows
 MIXERS = ("linear_attn", "mamba", "mixer", "conv", "self_attn")  # names in a layer of what carries the state
+N_GRAMS = "ple"  # in a layer: features of a token and those before it, beside the state
+ROWS = ("hidden_states", "position_ids", "position_embeddings")  # arguments with one value per token
 
 
 def mixers_of(network: Any) -> list[nn.Module]:
     """The modules that carry a state, in the order of the layers."""
     kinds = traits_of(network.config).kinds
-    layers = [layer for kind, layer in zip(kinds, decoder_of(network).layers, strict=True) if KINDS[kind].state]
-    return [next(m for name in MIXERS if (m := getattr(layer, name, None)) is not None) for layer in layers]
+    layers = [layer for kind, layer in zip(kinds, layers_of(network)[1], strict=True) if KINDS[kind].state]
+    mixers = [next(m for name in MIXERS if (m := getattr(layer, name, None)) is not None) for layer in layers]
+    return mixers + [m for layer in layers if (m := getattr(layer, N_GRAMS, None)) is not None]
 
 
 class Samples:
@@ -49,9 +53,21 @@ class Samples:
         self._index_NL, self._inside = index_NL.to(device), inside.to(device)
         self._tokens = index_NL.flatten()[inside].to(device)
 
-    def batch(self, rows_RWD: Tensor) -> Tensor:
-        """[samples, longest, D]. A shorter sample is padded with its last token."""
-        return rows_RWD.flatten(0, 1)[self._index_NL]
+    def batch(self, rows: Any) -> Any:
+        """[samples, longest, ...] of a tensor, or of all tensors in a tuple or a dict. A shorter sample is padded with
+        its last token."""
+        if isinstance(rows, dict):
+            return {name: self.batch(part) for name, part in rows.items()}
+        if isinstance(rows, tuple):
+            return tuple(self.batch(part) for part in rows)
+        return rows.flatten(0, 1)[self._index_NL] if isinstance(rows, Tensor) else rows
+
+    def masks(self, traits: Traits, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Of attention in this batch."""
+        num_samples, longest = self._index_NL.shape
+        at_L = torch.arange(longest, device=self._index_NL.device)
+        masks = traits.masks(at_L <= at_L[:, None], at_L[:, None], dtype)
+        return {kind: mask.expand(num_samples, 1, longest, longest) for kind, mask in masks.items()}
 
     def rows(self, batch_NLD: Tensor) -> Tensor:
         flat = batch_NLD.flatten(0, 1)
@@ -111,7 +127,7 @@ class Recurrence:
 
     def __init__(self, network: Any, on_gpu: bool = False) -> None:
         self.samples: Samples | None = None
-        self.mixers = mixers_of(network)
+        self.mixers, self._traits = mixers_of(network), traits_of(network.config)
         self.takes_lengths = on_gpu and all(takes_lengths(mixer) for mixer in self.mixers)
         for mixer in self.mixers if not self.takes_lengths else ():
             # compiled, the loops of transformers' own PyTorch path would be unrolled
@@ -122,10 +138,13 @@ class Recurrence:
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.samples is None:
             return None
+        batched = {name: self.samples.batch(kwargs[name]) for name in ROWS if name in kwargs}
+        if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
+            batched["attention_mask"] = self.samples.batch(mask)
+        elif mask is not None:
+            (batched["attention_mask"],) = self.samples.masks(self._traits, mask.dtype).values()
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKED}
-        if args:
-            return (self.samples.batch(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.samples.batch(kwargs["hidden_states"])}
+        return self.samples.batch(args), {**kwargs, **batched}
 
     def _after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.samples is None:

@@ -10,7 +10,7 @@ from typing import Any
 from gcore import hub
 from gcore.config.base import Model
 from gcore.config.engines import DEFAULT_ENGINE, ENGINES, engines_taking
-from gcore.content.families import FAMILIES, KINDS, built_family, module_of
+from gcore.content.families import FAMILIES, KINDS, TEXT_ALONE, built_family, module_of
 from gcore.content.processor import MediaProcessor
 from gcore.types import UserError
 
@@ -29,6 +29,8 @@ def media_family(model: Model, key: str = "model") -> str | None:
     kind = str(config.get("model_type"))
     if kind in FAMILIES:
         return kind
+    if kind in TEXT_ALONE:
+        return None
     sections = {row.tower: KINDS[row.kinds[0]].plural for row in FAMILIES.values()}
     if taken := [what for section, what in sections.items() if section in config]:
         raise UserError(

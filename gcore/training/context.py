@@ -75,7 +75,8 @@ def choose_method(config: Any, size: int, tensor_size: int, wanted: Literal["aut
             f"{model} has layers of kind {', '.join(others)}; expected 1 rank per sequence, got {size} ({KEY})"
         )
     if implementation(config) != "sdpa":
-        raise UserError(f"{model} has attention sinks or capped scores; expected 1 rank per sequence, got {size}")
+        what = "attention sinks or capped scores, or no sdpa"
+        raise UserError(f"{model} has {what}; expected 1 rank per sequence, got {size}")
     heads, window = config.num_attention_heads // tensor_size, traits.window
     if wanted == "ulysses" and heads % size:
         raise UserError(f"{KEY}=ulysses: {size} ranks must divide the {heads} heads of {model}; expected auto or ring")

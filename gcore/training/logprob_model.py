@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
-from gcore.models.decoders import MASKED_LOGIT, decoder_of, expert_routers_of, implementation, traits_of
+from gcore.models.decoders import MASKED_LOGIT, decoder_of, expert_routers_of, implementation, layers_of, traits_of
 from gcore.models.recurrent import Recurrence, Samples
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
@@ -176,7 +176,7 @@ class LogprobModel(nn.Module):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        return cast(Sequence[nn.Module], decoder_of(self.network).layers)
+        return cast(Sequence[nn.Module], layers_of(self.network)[1])
 
     @property
     def hidden_size(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gcore.models.decoders import implementation
+from gcore.models.decoders import KINDS, implementation, traits_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +36,11 @@ class Spans:
 
 
 def usable(network: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Models whose attention needs more than scores and a window (sinks, capped scores) are computed with masks."""
-    return device.type == "cuda" and dtype in HALF and implementation(network.config) == "sdpa" and bool(_KERNEL)
+    """Models whose attention needs more than scores and a window (sinks, capped scores, chunks, an indexer) are
+    computed with masks."""
+    if device.type != "cuda" or dtype not in HALF or not _KERNEL or implementation(network.config) != "sdpa":
+        return False
+    return all(KINDS[kind].kernel for kind in traits_of(network.config).kinds)
 
 
 def attend_row(
