@@ -32,6 +32,7 @@ from gcore.types import Completion, Key, MicroBatch, Pixels, Request, Sample, Sa
 
 ALPHABET = "0123456789+=? \n.<>cdenos"  # with the characters of timestamps
 SPECIAL = ("<image>", "<start>", "<end>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 ROWS = tuple(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
@@ -39,7 +40,7 @@ TEMPLATE = (
     "{% elif part['type'] == 'video' %}<start><video><end>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}="
 )
-PLACEHOLDERS = {"gemma3": "<start>", "qwen2_5_vl": "<start><image><end>", "qwen3_vl": "<start><image><end>"}
+PLACEHOLDERS = {"gemma3": "<start>", **dict.fromkeys(QWEN, "<start><image><end>")}
 TEXT: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -54,6 +55,9 @@ TEXT: dict[str, Any] = {
 }
 VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 QWEN_VISION = {"depth": 2, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": 4}
+GDN = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"shared_expert_intermediate_size": 24}
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 TILE = {"height": 16, "width": 16}
 
@@ -88,6 +92,17 @@ def _qwen(kind: str) -> Any:
         vision = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48}
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
     config = getattr(transformers, f"{kind}Config")
+    return config(text_config=text, vision_config=vision, tie_word_embeddings=True, **_ids())
+
+
+def _qwen3_5(kind: str, **experts: int) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}
+    layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    sizes = {"head_dim": 24, "rope_parameters": {**rope, "mrope_interleaved": True}}
+    vision = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48}
+    text = _text(f"{kind}_text", **sizes, **layers, **GDN, **experts)
+    vision["num_position_embeddings"] = 64
+    config = getattr(transformers, {"qwen3_5": "Qwen3_5Config", "qwen3_5_moe": "Qwen3_5MoeConfig"}[kind])
     return config(text_config=text, vision_config=vision, tie_word_embeddings=True, **_ids())
 
 
@@ -138,6 +153,8 @@ def _llava_ids() -> dict[str, int]:
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": lambda: _qwen("Qwen2_5_VL"),
     "qwen3_vl": lambda: _qwen("Qwen3VL"),
+    "qwen3_5": lambda: _qwen3_5("qwen3_5"),
+    "qwen3_5_moe": lambda: _qwen3_5("qwen3_5_moe", **EXPERTS),
     "gemma3": _gemma3,
     "internvl": _internvl,
     "idefics3": lambda: _idefics("Idefics3"),
@@ -145,9 +162,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llava_onevision": _llava,
 }
 SPLIT = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": True, **HALF}
+PATCHED = {"shortest_edge": 64, "longest_edge": 512}
 IMAGES: dict[str, dict[str, Any]] = {  # settings of image processors
-    "qwen2_5_vl": {**HALF, "patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 512}},
-    "qwen3_vl": {**HALF, "patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 512}},
+    **{family: {**HALF, "patch_size": 4, "merge_size": 2, "size": dict(PATCHED)} for family in QWEN},
     "gemma3": {**HALF, "size": TILE},
     "internvl": {**HALF, "size": TILE, "crop_to_patches": True, "min_patches": 1, "max_patches": 3},
     "idefics3": SPLIT,
@@ -167,6 +184,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of processors
 VIDEOS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": IMAGES["qwen2_5_vl"],
     "qwen3_vl": {**IMAGES["qwen3_vl"], "size": {"shortest_edge": 128, "longest_edge": 4096}},
+    "qwen3_5": {**IMAGES["qwen3_vl"], "size": {"shortest_edge": 128, "longest_edge": 4096}},
 }
 
 
@@ -194,7 +212,9 @@ def save(family: str, folder: Path, scale: float = 1.2) -> Path:
 @torch.no_grad()
 def randomize(network: Any, scale: float = 1.2, embedding: float = 0.4) -> None:
     for name, parameter in network.named_parameters():
-        if parameter.dim() > 1:
+        if "linear_attn" in name and parameter.dim() > 1:  # as in test_families.py
+            parameter.normal_(std=parameter.shape[-1] ** -0.5 * 0.4)
+        elif parameter.dim() > 1:
             parameter.normal_(std=embedding if "embed_tokens" in name else parameter[0].numel() ** -0.5 * scale)
         elif name.endswith("bias"):
             parameter.normal_(std=0.3)

@@ -116,6 +116,8 @@ CLIP_MARK = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 FAMILIES: dict[str, MediaFamily] = {
     "qwen2_5_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, timed=True),
     "qwen3_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, build="vision", marks=QWEN_MARKS),
+    "qwen3_5": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, marks=QWEN_MARKS),
+    "qwen3_5_moe": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, marks=QWEN_MARKS),
     "gemma3": MediaFamily(IMAGES, ("image",), ("image_token_id",), blocks=True),
     "internvl": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),

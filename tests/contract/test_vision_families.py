@@ -7,6 +7,7 @@ The reference is the library's own processor over a whole prompt, and its own jo
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,8 @@ from gcore.weights.receiver import base_of
 from tests.vision_families import CONFIGS, computed, made_once, off, picture, processor, save
 
 CPU = torch.device("cpu")
-CLOSE = 1e-5
+CLOSE = {"qwen3_5": 5e-5, "qwen3_5_moe": 5e-5}  # with a delta rule: as in test_families.py
+FAR = {"qwen3_5_moe": 5e-4}  # its first token is nearly certain
 # images of each prompt, as (height, width)
 RAGGED = [[(16, 16)], [(16, 32), (24, 16)], [], [(32, 32)], [(16, 16), (16, 16), (40, 16)]]
 
@@ -125,7 +127,7 @@ def test_engine_and_processing_are_those_of_transformers(family: str, worlds: Ca
     for number, completion in enumerate(world.completions):
         tokens, logprobs = world.reference(number)
         assert tokens == world.requests[number].content.tokens_P.tolist()
-        assert off(completion.logprobs_S, logprobs) < CLOSE
+        assert off(completion.logprobs_S, logprobs) < CLOSE.get(family, 1e-5)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -145,7 +147,9 @@ def test_adapters_are_added_to_the_weights_of_the_network(family, worlds):
     assert adapters is not None and any("vis" in layer for layer in adapters.layers)
     for whole in (False, True):
         base = base_of(folder, shapes, adapters, "cpu", torch.float32, whole, stored)
-        assert base is not None and base.tensors.keys() == (shapes.keys() if whole else _matrices(adapters))
+        stacked = shapes.keys() - stored.keys()  # the files have experts one by one
+        assert base is not None and base.tensors.keys() == (shapes.keys() - stacked if whole else _matrices(adapters))
+        assert all(".mlp.experts." in name for name in stacked)
         assert all(torch.equal(tensor, parameters[name]) for name, tensor in base.tensors.items())
         factors = {name: torch.ones(shape) for name, shape in adapters.shapes(shapes).items()}
         merged = dict(base.merged(factors))
@@ -167,9 +171,8 @@ def test_it_looks(family: str, worlds: Callable[[str], World]):
     exchanged = replace(images[0], key="other", inputs={n: _noisy(a) for n, a in images[0].tensors().items()})
     other = replace(request, content=replace(request.content, media=(exchanged, *images[1:])))
     before, after, again = world.generate([request, other, request])
-    assert off(before.logprobs_S[:1], after.logprobs_S[:1]) > 1e-3 and np.array_equal(
-        before.logprobs_S, again.logprobs_S
-    )
+    assert off(before.logprobs_S[:1], after.logprobs_S[:1]) > FAR.get(family, 1e-3)
+    assert np.array_equal(before.logprobs_S, again.logprobs_S)
 
 
 def _noisy(array: np.ndarray) -> np.ndarray:
@@ -179,12 +182,12 @@ def _noisy(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_trainer_packed_and_alone(family: str, worlds: Callable[[str], World]):
     world = worlds(family)
-    keys = list(world.samples)
+    keys, model = list(world.samples), MediaLogprobModel(copy.deepcopy(world.network))
     for rows in ([keys[:4], keys[4:7], keys[7:]], [[key] for key in keys], [keys]):
-        model = MediaLogprobModel(world.network)
+        model.encoded = 0
         found = computed(model, world.samples, rows)
         for key in keys:
-            assert off(found[key], world.samples[key].rollout_logprobs_S) < CLOSE
+            assert off(found[key], world.samples[key].rollout_logprobs_S) < CLOSE.get(family, 1e-5)
         assert model.encoded == sum(map(len, RAGGED))  # siblings share the features of their images
 
 
@@ -198,4 +201,4 @@ def test_values_packed_and_alone(family: str, worlds: Callable[[str], World]):
     for rows in ([keys[:4], keys[4:7], keys[7:]], [[key] for key in keys], [keys]):
         found = computed(critic, world.samples, rows)
         for key, values in zip(keys, expected, strict=True):
-            assert off(found[key], values) < CLOSE
+            assert off(found[key], values) < CLOSE.get(family, 1e-5)
