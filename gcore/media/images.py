@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gcore.config.base import BuildModel
-from gcore.content.families import FAMILIES
+from gcore.content.families import FAMILIES, built_family
 from gcore.content.media import Media
 from gcore.content.processor import FILES, Expanded, KindProcessor, read_json, read_settings
 from gcore.media.videos import VIDEO_FILE, VideoProcessor, Videos, tower_work
@@ -107,7 +107,8 @@ def built_processors(build: BuildModel, tokenizer: Any) -> dict[str, KindProcess
         "image_std": [0.5] * 3,
     }
     videos = {**settings, "size": {"shortest_edge": 2 * edge, "longest_edge": 16 * edge}}  # of all frames together
-    return _both(make_processor("qwen3_vl", settings, {}, tokenizer), "qwen3_vl", videos)
+    family = str(built_family(build))
+    return _both(make_processor(family, settings, {}, tokenizer), family, videos)
 
 
 def _both(processor: Any, family: str, videos: Mapping[str, Any]) -> dict[str, KindProcessor]:
@@ -135,17 +136,23 @@ def make_processor(family: str, image: Mapping[str, Any], settings: Mapping[str,
 
 
 def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) -> Any:
-    """A small Qwen3-VL. Its vision tower also feeds the first decoder layer directly, as in the large ones."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    vision, token, pairs = build.vision, tokenizer.convert_tokens_to_ids, build.hidden_size // build.heads // 2
+    """The vision tower of a small Qwen3-VL also feeds the first decoder layer directly, as in the large ones. A Qwen3.5
+    rotates a quarter of each head."""
+    transformers, family = importlib.import_module("transformers"), built_family(build)
+    name, share, more = {
+        "qwen3_vl": ("Qwen3VL", 1.0, {"deepstack_visual_indexes": [0]}),
+        "qwen3_5": ("Qwen3_5", 0.25, {}),
+    }[str(family)]
+    vision, token = build.vision, tokenizer.convert_tokens_to_ids
     assert vision is not None
+    pairs = int(decoder["head_dim"] * share) // 2
     across = pairs // 3
     rope = {
         "rope_type": "default",
         "rope_theta": 10_000.0,
         "mrope_section": [pairs - 2 * across, across, across],
         "mrope_interleaved": True,
+        **({"partial_rotary_factor": share} if share < 1 else {}),
     }
     tower = {
         "depth": vision.layers,
@@ -157,10 +164,10 @@ def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) ->
         "temporal_patch_size": 2,
         "out_hidden_size": build.hidden_size,
         "num_position_embeddings": (vision.image_size // vision.patch_size) ** 2,
-        "deepstack_visual_indexes": [0],
+        **more,
     }
     attention: dict[str, Any] = {"attn_implementation": "sdpa"}
-    config = Qwen3VLConfig(
+    config = getattr(transformers, f"{name}Config")(
         text_config={**decoder, "rope_parameters": rope},
         vision_config=tower,
         image_token_id=token("<|image_pad|>"),
@@ -170,7 +177,7 @@ def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) ->
         tie_word_embeddings=True,
         **attention,
     )
-    return Qwen3VLForConditionalGeneration(config)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
 def encode(network: Any, media: Sequence[Media]) -> list[tuple[Tensor, ...]]:
