@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -32,6 +36,7 @@ from gcore.types import Completion, Key, MicroBatch, Pixels, Request, Sample, Sa
 
 ALPHABET = "0123456789+=? \n.<>cdenos"  # with the characters of timestamps
 SPECIAL = ("<image>", "<start>", "<end>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+SPECIAL += ("<|video|>", "<audio>", "<start_audio>", "<end_audio>")
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 ROWS = tuple(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
 TEMPLATE = (
@@ -67,6 +72,7 @@ def tokenizer() -> Any:
     made.add_special_tokens({"additional_special_tokens": [*SPECIAL, *ROWS]})
     names = {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>", "video_token": "<video>"}
     names |= {"start_image_token": "<start>", "end_image_token": "<end>", "context_image_token": "<image>"}
+    names |= {"audio_token": "<audio>", "boa_token": "<start_audio>", "eoa_token": "<end_audio>"}
     names |= {"vision_start_token": "<start>", "vision_end_token": "<end>"}
     made._set_model_specific_special_tokens(names)
     return made
@@ -116,6 +122,16 @@ def _gemma3() -> Any:
     return transformers.Gemma3Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
 
 
+def _gemma4(**more: Any) -> Any:
+    text = _text("gemma4_text", head_dim=12, global_head_dim=16, sliding_window=16, **more)
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    vision = {**VISION, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2}
+    vision |= {"position_embedding_size": 512}
+    token = tokenizer().convert_tokens_to_ids
+    ids = {"image_token_id": token("<image>"), "video_token_id": token("<|video|>"), "audio_token_id": token("<audio>")}
+    return transformers.Gemma4Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+
+
 def _internvl() -> Any:
     vision = {**VISION, "image_size": [16, 16], "patch_size": [4, 4], "use_qk_norm": True}
     ids = {"image_token_id": _ids()["image_token_id"]}
@@ -156,6 +172,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_5": lambda: _qwen3_5("qwen3_5"),
     "qwen3_5_moe": lambda: _qwen3_5("qwen3_5_moe", **EXPERTS),
     "gemma3": _gemma3,
+    "gemma4": lambda: _gemma4(
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=len(tokenizer()), num_kv_shared_layers=2
+    ),
+    "gemma4-blocks": lambda: _gemma4(
+        hidden_size_per_layer_input=0, use_bidirectional_attention="vision", attention_k_eq_v=True
+    ),
     "internvl": _internvl,
     "idefics3": lambda: _idefics("Idefics3"),
     "smolvlm": lambda: _idefics("SmolVLM"),
@@ -166,6 +188,7 @@ PATCHED = {"shortest_edge": 64, "longest_edge": 512}
 IMAGES: dict[str, dict[str, Any]] = {  # settings of image processors
     **{family: {**HALF, "patch_size": 4, "merge_size": 2, "size": dict(PATCHED)} for family in QWEN},
     "gemma3": {**HALF, "size": TILE},
+    "gemma4": {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
     "internvl": {**HALF, "size": TILE, "crop_to_patches": True, "min_patches": 1, "max_patches": 3},
     "idefics3": SPLIT,
     "smolvlm": SPLIT,
@@ -190,14 +213,36 @@ VIDEOS: dict[str, dict[str, Any]] = {
 
 def processor(family: str) -> Any:
     """Of transformers."""
-    return make_processor(family, IMAGES[family], SETTINGS.get(family, {}), tokenizer())
+    name = family_of(family)
+    made = make_processor(name, IMAGES[name], SETTINGS.get(name, {}), tokenizer())
+    return _gemma4_processor(made) if name == "gemma4" else made
+
+
+def _gemma4_processor(made: Any) -> Any:
+    """Its module imports torchvision, and calls nothing of it with an image processor for Pillow."""
+    names = (
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+    )
+    with mock.patch.dict(sys.modules, {name: MagicMock(__spec__=None) for name in names}):
+        module = importlib.import_module("transformers.models.gemma4.processing_gemma4")
+    lenient = type("", (module.Gemma4Processor,), {"check_argument_for_proper_class": lambda *_: None})
+    return lenient(None, made.image_processor, made.tokenizer, None)
+
+
+def family_of(name: str) -> str:
+    """Some families have two kinds of models here: gemma4-blocks -> gemma4"""
+    return name.partition("-")[0]
 
 
 def save(family: str, folder: Path, scale: float = 1.2) -> Path:
     """A model's folder, with weights large enough that attention chooses."""
     torch.manual_seed(0)
     network = transformers.AutoModelForImageTextToText.from_config(CONFIGS[family]())
-    randomize(network, scale, embedding=0.1 if family == "gemma3" else 0.4)  # Gemma multiplies it
+    family = family_of(family)
+    randomize(network, scale, embedding=0.1 if "gemma" in family else 0.4)  # Gemma multiplies it
     network.save_pretrained(folder)
     made = tokenizer()
     made.chat_template = TEMPLATE.replace("IMAGE", PLACEHOLDERS.get(family, "<image>"))

@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from gcore.config.base import BuildModel
 
@@ -69,6 +69,9 @@ KINDS = {
 }
 
 
+Blocks = Literal["", "all", "sliding_attention"]
+
+
 @dataclass(frozen=True, slots=True)
 class MediaFamily:
     """MediaFamily("gcore.media.images", kinds=("image",), tokens=("image_token_id",))"""
@@ -80,7 +83,7 @@ class MediaFamily:
     tower: str = "vision_config"  # section of config.json
     grid: bool = False  # positions of features have three axes: time, height, width
     timed: bool = False  # on the first axis, features of a video are as far apart as its seconds
-    blocks: bool = False  # the features of a medium attend to each other, also to later ones
+    blocks: Blocks = ""  # the features of a medium attend to each other, also to later ones, in layers of this kind
     build: tuple[str, str] = ("", "")  # section and architecture of model.build that make a small network of it
     marks: Mapping[str, str] = field(default_factory=dict)  # in its chat template, for a part of each kind
 
@@ -119,7 +122,10 @@ FAMILIES: dict[str, MediaFamily] = {
     "qwen3_vl": replace(QWEN3, build=("vision", "qwen3")),
     "qwen3_5": replace(QWEN3, build=("vision", "qwen3_5_text")),
     "qwen3_5_moe": QWEN3,
-    "gemma3": MediaFamily(IMAGES, ("image",), ("image_token_id",), blocks=True),
+    "gemma3": MediaFamily(IMAGES, ("image",), ("image_token_id",), blocks="all"),
+    "gemma4": MediaFamily(
+        IMAGES, ("image",), ("image_token_id", "video_token_id", "audio_token_id"), blocks="sliding_attention"
+    ),
     "internvl": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "smolvlm": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
@@ -135,7 +141,10 @@ FAMILIES: dict[str, MediaFamily] = {
     ),
 }
 # modules: towers, projectors
-TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector")
+TOWERS = (
+    *("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector"),
+    *("embed_vision",),
+)
 
 
 def kind_module(kind: str) -> KindModule:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,11 @@ PROCESSORS = {  # class in transformers; transformers.models.MODULE.image_proces
     "smolvlm": ("SmolVLMProcessor", "smolvlm", "SmolVLMImageProcessorPil"),
     "llava_onevision": ("LlavaOnevisionProcessor", "llava_onevision", "LlavaOnevisionImageProcessorPil"),
 }
-INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "batch_num_images")
+PICTURES_ONLY = {"gemma4": ("gemma4", "Gemma4ImageProcessorPil")}  # their processors need torchvision
+INPUTS = (
+    *("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "batch_num_images"),
+    *("image_position_ids",),
+)
 SETTINGS = ("image_seq_len", "image_seq_length", "num_image_tokens", "vision_feature_select_strategy")
 TILES_OF_ONE_SIZE = ("gemma3", "internvl")
 
@@ -44,8 +49,10 @@ class Images:
     def __init__(self, processor: Any, family: str) -> None:
         self._processor, self._family = processor, family
         self.placeholder: str = processor.image_token
-        settings = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs={})
-        self._options: dict[str, Any] = {**settings["images_kwargs"], "return_tensors": None}
+        settings: dict[str, Any] = {}
+        if family not in PICTURES_ONLY:
+            settings = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs={})
+        self._options: dict[str, Any] = {**settings.get("images_kwargs", {}), "return_tensors": None}
         tokenizer = processor.tokenizer
         # of Gemma, the placeholder is the mark before the features
         feature = tokenizer.image_token_id if family == "gemma3" else tokenizer.convert_tokens_to_ids(self.placeholder)
@@ -121,15 +128,33 @@ def _both(processor: Any, family: str, videos: Mapping[str, Any]) -> dict[str, K
 
 def make_processor(family: str, image: Mapping[str, Any], settings: Mapping[str, Any], tokenizer: Any) -> Any:
     """The processor of transformers. It insists on a video processor, which needs torchvision: it gets none."""
-    name, module, kind = PROCESSORS[family]
-    transformers = importlib.import_module("transformers")
+    *names, module, kind = PICTURES_ONLY.get(family) or PROCESSORS[family]
     pictures = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
-    lenient = type(name, (getattr(transformers, name),), {"check_argument_for_proper_class": lambda *_: None})
     unused = ("processor_class", "image_processor_type", "feature_extractor_type", "auto_map")
     image_processor = getattr(pictures, kind)(**{k: v for k, v in image.items() if k not in unused})
+    if not names:
+        return _Gemma4(image_processor, tokenizer)
+    name, transformers = names[0], importlib.import_module("transformers")
+    lenient = type(name, (getattr(transformers, name),), {"check_argument_for_proper_class": lambda *_: None})
     video = {} if family in ("gemma3", "idefics3") else {"video_processor": None}
     options = {name: settings[name] for name in SETTINGS if name in settings}
     return lenient(image_processor=image_processor, tokenizer=tokenizer, **video, **options)
+
+
+@dataclass(frozen=True)
+class _Gemma4:
+    """What Images needs of Gemma4Processor."""
+
+    image_processor: Any
+    tokenizer: Any
+
+    @property
+    def image_token(self) -> str:
+        return str(self.tokenizer.image_token)
+
+    def replace_image_token(self, inputs: Mapping[str, Any], image_idx: int) -> str:
+        features = self.image_token * int(inputs["num_soft_tokens_per_image"][image_idx])
+        return f"{self.tokenizer.boi_token}{features}{self.tokenizer.eoi_token}"
 
 
 # ---- network -------------------------------------------------------------------------------------------------------
@@ -188,6 +213,9 @@ def encode(network: Any, media: Sequence[Media]) -> list[tuple[Tensor, ...]]:
     inputs = [{name: t.to(network.device) for name, t in own.items()} for own in tensors]
     if FAMILIES[family].grid:
         return _encode_grids(model, inputs)
+    if family == "gemma4":
+        pixels, places = (torch.cat([own[name] for own in inputs]) for name in ("pixel_values", "image_position_ids"))
+        return [(part,) for part in model.get_image_features(pixels, places).pooler_output]
     if family in TILES_OF_ONE_SIZE:
         sizes = [len(own["pixel_values"]) for own in inputs]
         found = model.get_image_features(torch.cat([own["pixel_values"] for own in inputs]), **_options(network))
@@ -232,6 +260,12 @@ def smallest(network: Any) -> Media:
         inputs = {
             "pixel_values": np.ones((merge**2, width), np.float32),
             "image_grid_thw": np.array([[1, merge, merge]]),
+        }
+    elif family == "gemma4":
+        edge = vision.pooling_kernel_size
+        inputs = {
+            "pixel_values": np.ones((1, edge**2, 3 * vision.patch_size**2), np.float32),
+            "image_position_ids": np.stack(np.divmod(np.arange(edge**2), edge)[::-1], -1)[None],
         }
     else:
         edges = vision.image_size if isinstance(vision.image_size, list | tuple) else (vision.image_size,) * 2

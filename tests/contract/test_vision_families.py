@@ -36,7 +36,8 @@ from gcore.weights.receiver import base_of
 from tests.vision_families import CONFIGS, computed, made_once, off, picture, processor, save
 
 CPU = torch.device("cpu")
-CLOSE = {"qwen3_5": 5e-5, "qwen3_5_moe": 5e-5}  # with a delta rule: as in test_families.py
+# as in test_families.py, where they have a delta rule; else 1e-5
+CLOSE = {"qwen3_5": 5e-5, "qwen3_5_moe": 5e-5, "gemma4": 2e-5, "gemma4-blocks": 2e-5}
 FAR = {"qwen3_5_moe": 5e-4}  # its first token is nearly certain
 # images of each prompt, as (height, width)
 RAGGED = [[(16, 16)], [(16, 32), (24, 16)], [], [(32, 32)], [(16, 16), (16, 16), (40, 16)]]
@@ -49,14 +50,14 @@ class World:
         self.family, self.model = family, Model(path=str(save(family, folder)))
         self.tokenizer = load_tokenizer(self.model)
         self.vision = load_processor(self.model, self.tokenizer, folder / "media")
-        self.network = load_model(self.model, self.tokenizer, 0, torch.float32, CPU, max_length=256)
+        self.network = load_model(self.model, self.tokenizer, 0, torch.float32, CPU, max_length=320)
         templater = Templater(self.tokenizer, Data(train=Dataset(path="x")), processor=self.vision)
         self.images = [[picture(10 * i + j, *size) for j, size in enumerate(sizes)] for i, sizes in enumerate(RAGGED)]
         rows = [{"prompt": f"{i}+7", "images": images} for i, images in enumerate(self.images)]
         self.prompts: list[Prompt] = [templater.prompt(row, i, i) for i, row in enumerate(rows)]
         params = SamplingParams(6, stop_tokens=(self.tokenizer.eos_token_id,))
         self.requests = [Request(p.content, params, noise_key(p.id, s)) for p in self.prompts for s in range(2)]
-        self.engine = SteppedEngine(EmbeddedBackend(self.network, max_concurrent=16, max_length=256))
+        self.engine = SteppedEngine(EmbeddedBackend(self.network, max_concurrent=16, max_length=320))
         self.completions = self.generate(self.requests)
         self.samples = {
             (i, 0): Sample(i, 0, r.content.extended(c.content), np.ones(c.content.num_steps, bool), c.logprobs_S)
@@ -88,7 +89,7 @@ class World:
                 inputs[name] = torch.cat([inputs[name], added.to(inputs[name].dtype)], 1)
         if self.family == "gemma3" and "mm_token_type_ids" in inputs:
             inputs["token_type_ids"] = inputs.pop("mm_token_type_ids")
-        if "qwen" not in self.family:
+        if "qwen" not in self.family and "gemma4" not in self.family:
             inputs.pop("mm_token_type_ids", None)
         inputs.pop("token_type_ids", None) if self.family != "gemma3" else None
         return tokens, answer, inputs

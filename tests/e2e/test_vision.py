@@ -193,6 +193,8 @@ def test_what_does_not_fit_is_refused_before_the_start(tmp_path, top, message):
 def test_text_alone_trains_a_model_that_could_see(tmp_path, how):
     """Qwen3.5 as it is downloaded: its outer configuration, with a tower. It is exported under the same names."""
     source = save("qwen3_5", tmp_path / "model")
+    if how == "whole":  # a base model, which reads prompts as they are
+        (source / "chat_template.jinja").unlink()
     model = {"path": str(source), **({"lora": {"rank": 2}} if how == "lora" else {})}
     functions = [{"name": "variety", "path": "tests.e2e.test_vision:variety"}]
     more = {"objective": "sft"} if how == "sft" else {"rewards": {"functions": functions}}
