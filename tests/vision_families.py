@@ -36,7 +36,8 @@ from gcore.types import Completion, Key, MicroBatch, Pixels, Request, Sample, Sa
 
 ALPHABET = "0123456789+=? \n.<>cdenos"  # with the characters of timestamps
 SPECIAL = ("<image>", "<start>", "<end>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-SPECIAL += ("<|video|>", "<audio>", "<start_audio>", "<end_audio>")
+SPECIAL += ("<|video|>", "<audio>", "<start_audio>", "<end_audio>", "<|image|>", "<|image_start|>", "<|image_end|>")
+SPECIAL += ("<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 ROWS = tuple(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
 TEMPLATE = (
@@ -45,7 +46,7 @@ TEMPLATE = (
     "{% elif part['type'] == 'video' %}<start><video><end>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}="
 )
-PLACEHOLDERS = {"gemma3": "<start>", **dict.fromkeys(QWEN, "<start><image><end>")}
+PLACEHOLDERS = {"gemma3": "<start>", "llama4": "<|image|>", **dict.fromkeys(QWEN, "<start><image><end>")}
 TEXT: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -132,6 +133,16 @@ def _gemma4(**more: Any) -> Any:
     return transformers.Gemma4Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
 
 
+def _llama4() -> Any:
+    kinds = ["chunked_attention", "full_attention"]
+    text = _text("llama4_text", head_dim=12, intermediate_size_mlp=48, attention_chunk_size=8, layer_types=kinds)
+    text |= {"no_rope_layers": [1, 0], "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    vision = {**VISION, "image_size": 16, "patch_size": 4, "projector_input_dim": 32, "projector_output_dim": 32}
+    vision |= {"vision_output_dim": 32, "intermediate_size": 128}
+    token = tokenizer().convert_tokens_to_ids("<|patch|>")
+    return transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=token)
+
+
 def _internvl() -> Any:
     vision = {**VISION, "image_size": [16, 16], "patch_size": [4, 4], "use_qk_norm": True}
     ids = {"image_token_id": _ids()["image_token_id"]}
@@ -178,6 +189,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma4-blocks": lambda: _gemma4(
         hidden_size_per_layer_input=0, use_bidirectional_attention="vision", attention_k_eq_v=True
     ),
+    "llama4": _llama4,
     "internvl": _internvl,
     "idefics3": lambda: _idefics("Idefics3"),
     "smolvlm": lambda: _idefics("SmolVLM"),
@@ -189,6 +201,7 @@ IMAGES: dict[str, dict[str, Any]] = {  # settings of image processors
     **{family: {**HALF, "patch_size": 4, "merge_size": 2, "size": dict(PATCHED)} for family in QWEN},
     "gemma3": {**HALF, "size": TILE},
     "gemma4": {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+    "llama4": {**HALF, "size": TILE, "max_patches": 4},
     "internvl": {**HALF, "size": TILE, "crop_to_patches": True, "min_patches": 1, "max_patches": 3},
     "idefics3": SPLIT,
     "smolvlm": SPLIT,
@@ -196,6 +209,7 @@ IMAGES: dict[str, dict[str, Any]] = {  # settings of image processors
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # of processors
     "gemma3": {"image_seq_length": 4},
+    "llama4": {"patch_size": 4, "pixel_shuffle_ratio": 0.5},
     "internvl": {"image_seq_length": 4},
     "idefics3": {"image_seq_len": 4},
     "smolvlm": {"image_seq_len": 4},

@@ -126,6 +126,7 @@ FAMILIES: dict[str, MediaFamily] = {
     "gemma4": MediaFamily(
         IMAGES, ("image",), ("image_token_id", "video_token_id", "audio_token_id"), blocks="sliding_attention"
     ),
+    "llama4": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "internvl": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "smolvlm": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
@@ -139,6 +140,9 @@ FAMILIES: dict[str, MediaFamily] = {
         build=("audio", "qwen2"),
         marks=CLIP_MARK,
     ),
+}
+UNSUPPORTED = {  # families that take media, and why engine and trainer do not run them
+    "gemma3n": ", whose tower is a network of the package timm (its text part alone: gemma3n_text)"
 }
 # modules: towers, projectors
 TOWERS = (

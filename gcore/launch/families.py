@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gcore.config.base import Lora
-from gcore.content.families import FAMILIES, KINDS
+from gcore.content.families import FAMILIES, KINDS, UNSUPPORTED
 from gcore.types import UserError
 
 CLOSE = 1e-3  # of logprobs in float32, in the mean: another kind of attention or position changes them by more
@@ -148,6 +148,8 @@ def _small(name: str) -> Any:
         tower = getattr(default, row.tower) or default.sub_configs[row.tower]()
         known, text = tower.to_dict(), _small(default.get_text_config().model_type)
         small = {"model_type": tower.model_type, **{key: n for key, n in SMALL_TOWER.items() if key in known}}
+        if "pixel_shuffle_ratio" in known:
+            small["intermediate_size"] = int(small["hidden_size"] / known["pixel_shuffle_ratio"] ** 2)
         if row.grid:  # all pairs of a head turn with the first axis
             head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
             pairs = int(head * text.rope_parameters.get("partial_rotary_factor", 1)) // 2
@@ -157,7 +159,7 @@ def _small(name: str) -> Any:
         make: Any = type(default)
         return make(text_config=text.to_dict(), **{row.tower: small}, **more)
     if default.get_text_config() is not default:
-        raise UserError("more than a text decoder")
+        raise UserError(f"more than a text decoder{UNSUPPORTED.get(name, '')}")
     known = default.to_dict()
     optional = ("sliding_window", "attention_chunk_size")
     sizes = {k: v for k, v in SMALL.items() if k in known and not (k in optional and known[k] is None)}

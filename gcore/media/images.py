@@ -7,6 +7,7 @@ is processed alone, so its tensors do not depend on the other images of a prompt
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +30,26 @@ PROCESSORS = {  # class in transformers; transformers.models.MODULE.image_proces
     "qwen3_vl": ("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil")),
     "gemma3": ("Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil"),
+    "llama4": ("Llama4Processor", "llama4", "Llama4ImageProcessor"),
     "internvl": ("InternVLProcessor", "got_ocr2", "GotOcr2ImageProcessorPil"),
     "idefics3": ("Idefics3Processor", "idefics3", "Idefics3ImageProcessorPil"),
     "smolvlm": ("SmolVLMProcessor", "smolvlm", "SmolVLMImageProcessorPil"),
     "llava_onevision": ("LlavaOnevisionProcessor", "llava_onevision", "LlavaOnevisionImageProcessorPil"),
 }
 PICTURES_ONLY = {"gemma4": ("gemma4", "Gemma4ImageProcessorPil")}  # their processors need torchvision
+NEED_TORCHVISION = ("llama4",)  # transformers has no image processor for Pillow
 INPUTS = (
     *("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "batch_num_images"),
     *("image_position_ids",),
 )
-SETTINGS = ("image_seq_len", "image_seq_length", "num_image_tokens", "vision_feature_select_strategy")
+SETTINGS = (
+    "patch_size",
+    "pixel_shuffle_ratio",
+    "image_seq_len",
+    "image_seq_length",
+    "num_image_tokens",
+    "vision_feature_select_strategy",
+)
 TILES_OF_ONE_SIZE = ("gemma3", "internvl")
 
 
@@ -52,10 +62,12 @@ class Images:
         settings: dict[str, Any] = {}
         if family not in PICTURES_ONLY:
             settings = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs={})
-        self._options: dict[str, Any] = {**settings.get("images_kwargs", {}), "return_tensors": None}
+        as_tensors = {"return_tensors": "pt" if family in NEED_TORCHVISION else None}
+        self._options: dict[str, Any] = {**settings.get("images_kwargs", {}), **as_tensors}
         tokenizer = processor.tokenizer
         # of Gemma, the placeholder is the mark before the features
-        feature = tokenizer.image_token_id if family == "gemma3" else tokenizer.convert_tokens_to_ids(self.placeholder)
+        mark = getattr(processor, "img_patch_token", self.placeholder)
+        feature = tokenizer.image_token_id if family == "gemma3" else tokenizer.convert_tokens_to_ids(mark)
         self.features: tuple[int, ...] = (int(feature),)
 
     def variant(self, given: Any, number: int) -> str:
@@ -63,7 +75,7 @@ class Images:
 
     def expand(self, array: Pixels, given: Any, number: int) -> Expanded:
         inputs = self._prepared(array, self._in_one_tile(number))
-        tensors = {name: np.asarray(inputs[name]) for name in INPUTS if name in inputs}
+        tensors = {name: _array(inputs[name]) for name in INPUTS if name in inputs}
         grid = None
         if FAMILIES[self._family].grid:
             time, height, width = tensors["image_grid_thw"][0].tolist()
@@ -92,6 +104,11 @@ class Images:
         if in_one_tile:
             found |= {name: found[name][:1] for name in ("pixel_values", "image_sizes")}
         return found
+
+
+def _array(values: Any) -> np.ndarray:
+    """Of Llama 4, a tensor in bfloat16."""
+    return np.asarray(values.float() if hasattr(values, "float") else values)
 
 
 def processors(family: str, folder: Path, tokenizer: Any) -> dict[str, KindProcessor]:
@@ -129,14 +146,17 @@ def _both(processor: Any, family: str, videos: Mapping[str, Any]) -> dict[str, K
 def make_processor(family: str, image: Mapping[str, Any], settings: Mapping[str, Any], tokenizer: Any) -> Any:
     """The processor of transformers. It insists on a video processor, which needs torchvision: it gets none."""
     *names, module, kind = PICTURES_ONLY.get(family) or PROCESSORS[family]
-    pictures = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+    if family in NEED_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+        raise UserError(f"the image processor of {family} needs torchvision: pip install torchvision")
+    pil = "" if family in NEED_TORCHVISION else "pil_"
+    pictures = importlib.import_module(f"transformers.models.{module}.image_processing_{pil}{module}")
     unused = ("processor_class", "image_processor_type", "feature_extractor_type", "auto_map")
     image_processor = getattr(pictures, kind)(**{k: v for k, v in image.items() if k not in unused})
     if not names:
         return _Gemma4(image_processor, tokenizer)
     name, transformers = names[0], importlib.import_module("transformers")
     lenient = type(name, (getattr(transformers, name),), {"check_argument_for_proper_class": lambda *_: None})
-    video = {} if family in ("gemma3", "idefics3") else {"video_processor": None}
+    video = {} if family in ("gemma3", "idefics3", "llama4") else {"video_processor": None}
     options = {name: settings[name] for name in SETTINGS if name in settings}
     return lenient(image_processor=image_processor, tokenizer=tokenizer, **video, **options)
 
@@ -208,7 +228,7 @@ def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) ->
 def encode(network: Any, media: Sequence[Media]) -> list[tuple[Tensor, ...]]:
     import torch
 
-    family, model = network.config.model_type, network.model
+    family, model = network.config.model_type, network.base_model
     tensors = [{name: torch.from_numpy(np.array(a)) for name, a in medium.tensors().items()} for medium in media]
     inputs = [{name: t.to(network.device) for name, t in own.items()} for own in tensors]
     if FAMILIES[family].grid:
@@ -216,6 +236,10 @@ def encode(network: Any, media: Sequence[Media]) -> list[tuple[Tensor, ...]]:
     if family == "gemma4":
         pixels, places = (torch.cat([own[name] for own in inputs]) for name in ("pixel_values", "image_position_ids"))
         return [(part,) for part in model.get_image_features(pixels, places).pooler_output]
+    if family == "llama4":
+        sizes = [len(own["pixel_values"]) for own in inputs]
+        tiles = network.get_image_features(torch.cat([own["pixel_values"] for own in inputs])).last_hidden_state
+        return [(part.flatten(0, 1),) for part in network.multi_modal_projector(tiles).split(sizes)]
     if family in TILES_OF_ONE_SIZE:
         sizes = [len(own["pixel_values"]) for own in inputs]
         found = model.get_image_features(torch.cat([own["pixel_values"] for own in inputs]), **_options(network))
@@ -270,6 +294,6 @@ def smallest(network: Any) -> Media:
     else:
         edges = vision.image_size if isinstance(vision.image_size, list | tuple) else (vision.image_size,) * 2
         pixels = np.ones((1, 3, *edges), np.float32)
-        inputs = {"pixel_values": pixels if family in TILES_OF_ONE_SIZE else pixels[None]}
+        inputs = {"pixel_values": pixels if family in (*TILES_OF_ONE_SIZE, "llama4") else pixels[None]}
         inputs |= {"image_sizes": np.array([edges]), "batch_num_images": np.array([2])}
     return Media("image", "", np.zeros((1, 1, 3), np.uint8), inputs)

@@ -141,7 +141,8 @@ def forbid(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
 def decoder_of(network: Any) -> Any:
     """The layers with embedding and last norm, without the head."""
     decoder = network.get_decoder()
-    return network.model if decoder is network else decoder  # of Llama 4
+    is_whole = decoder is network or type(decoder).__name__.endswith("ForCausalLM")  # of Llama 4
+    return decoder.model if is_whole else decoder
 
 
 def implementation(config: Any) -> str:

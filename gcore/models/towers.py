@@ -32,8 +32,9 @@ def tower_of(network: Any) -> dict[str, Any]:
     """By name: the tower, and what projects its features to the decoder."""
     kinds = FAMILIES[network.config.model_type].kinds
     unused = () if "audio" in kinds else ("audio_tower",)
-    children = network.model.named_children()
-    return {f"model.{name}": module for name, module in children if name in TOWERS and name not in unused}
+    prefix = "" if network.base_model is network else "model."  # Llama 4 has no module that joins tower and decoder
+    children = network.base_model.named_children()
+    return {f"{prefix}{name}": module for name, module in children if name in TOWERS and name not in unused}
 
 
 def tower_parameters(network: Any) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def tower_parameters(network: Any) -> dict[str, Any]:
     found = {
         f"{name}.{p}": value for name, module in tower_of(network).items() for p, value in module.named_parameters()
     }
-    loose = getattr(network.model, "image_newline", None)  # of LLaVA-OneVision
+    loose = getattr(network.base_model, "image_newline", None)  # of LLaVA-OneVision
     return found if loose is None else {**found, "model.image_newline": loose}
 
 

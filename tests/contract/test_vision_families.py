@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.vllm_core import media_weights
-from gcore.models.decoders import forbid, forbidden_tokens
+from gcore.media.images import NEED_TORCHVISION
+from gcore.models.decoders import decoder_of, forbid, forbidden_tokens
 from gcore.models.networks import Adapters, adapters_in, load_model, make_empty
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
@@ -31,11 +33,12 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.critic import ValueModel, open_critic, value_model
 from gcore.training.media_model import MediaLogprobModel
 from gcore.training.shards import fill
-from gcore.types import Completion, Prompt, Request, Sample, SamplingParams
+from gcore.types import Completion, Prompt, Request, Sample, SamplingParams, UserError
 from gcore.weights.receiver import base_of
 from tests.vision_families import CONFIGS, computed, made_once, off, picture, processor, save
 
 CPU = torch.device("cpu")
+FAMILIES = [name for name in CONFIGS if name not in NEED_TORCHVISION or importlib.util.find_spec("torchvision")]
 # as in test_families.py, where they have a delta rule; else 1e-5
 CLOSE = {"qwen3_5": 5e-5, "qwen3_5_moe": 5e-5, "gemma4": 2e-5, "gemma4-blocks": 2e-5}
 FAR = {"qwen3_5_moe": 5e-4}  # its first token is nearly certain
@@ -87,6 +90,8 @@ class World:
             if name in inputs:
                 added = torch.zeros_like(answer) + more
                 inputs[name] = torch.cat([inputs[name], added.to(inputs[name].dtype)], 1)
+        if self.family == "llama4":  # its pixels are in bfloat16
+            inputs = {name: value.float() if "pixel" in name else value for name, value in inputs.items()}
         if self.family == "gemma3" and "mm_token_type_ids" in inputs:
             inputs["token_type_ids"] = inputs.pop("mm_token_type_ids")
         if "qwen" not in self.family and "gemma4" not in self.family:
@@ -105,8 +110,12 @@ class World:
     def values(self, number: int, head: torch.Tensor) -> np.ndarray:
         """Of the steps of a response, by transformers alone: `head` on the hidden states before them."""
         tokens, _, inputs = self.inputs(number)
+        found = list[torch.Tensor]()
+        keep = decoder_of(self.network).register_forward_hook(lambda *seen: found.append(seen[2].last_hidden_state))
         with torch.no_grad():
-            return (self.network.model(**inputs).last_hidden_state[0, len(tokens) - 1 : -1] @ head).numpy()
+            self.network(**inputs)
+        keep.remove()
+        return (found[0][0, len(tokens) - 1 : -1] @ head.detach()).numpy()
 
     def critic(self) -> ValueModel:
         """From the model's folder, with a head that is not zero."""
@@ -122,7 +131,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
     yield from made_once(World, tmp_path_factory)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_processing_are_those_of_transformers(family: str, worlds: Callable[[str], World]):
     world = worlds(family)
     for number, completion in enumerate(world.completions):
@@ -131,7 +140,7 @@ def test_engine_and_processing_are_those_of_transformers(family: str, worlds: Ca
         assert off(completion.logprobs_S, logprobs) < CLOSE.get(family, 1e-5)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_that_reads_the_folder_expects_the_names_that_trainers_send(family, worlds):
     """The files of most families have other names."""
     network = worlds(family).network
@@ -139,7 +148,7 @@ def test_an_engine_that_reads_the_folder_expects_the_names_that_trainers_send(fa
     assert media_weights(Path(str(worlds(family).model.path)))[0] == expected
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_are_added_to_the_weights_of_the_network(family, worlds):
     """In an engine that reads the folder: it gets factors, by the names of the network, and merges them."""
     folder, parameters = Path(str(worlds(family).model.path)), dict(worlds(family).network.named_parameters())
@@ -163,7 +172,7 @@ def _matrices(adapters: Adapters) -> set[str]:
     return {f"{layer}.weight" for layer in adapters.layers}
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_it_looks(family: str, worlds: Callable[[str], World]):
     """Other pixels and nothing else: other logprobs."""
     world = worlds(family)
@@ -180,7 +189,7 @@ def _noisy(array: np.ndarray) -> np.ndarray:
     return -array if array.dtype.kind == "f" else array
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_packed_and_alone(family: str, worlds: Callable[[str], World]):
     world = worlds(family)
     keys, model = list(world.samples), MediaLogprobModel(copy.deepcopy(world.network))
@@ -192,7 +201,7 @@ def test_trainer_packed_and_alone(family: str, worlds: Callable[[str], World]):
         assert model.encoded == sum(map(len, RAGGED))  # siblings share the features of their images
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_values_packed_and_alone(family: str, worlds: Callable[[str], World]):
     """The critic starts from the policy's folder, and its values are those of the joint forward pass."""
     world = worlds(family)
@@ -203,3 +212,15 @@ def test_values_packed_and_alone(family: str, worlds: Callable[[str], World]):
         found = computed(critic, world.samples, rows)
         for key, values in zip(keys, expected, strict=True):
             assert off(found[key], values) < CLOSE.get(family, 1e-5)
+
+
+def test_without_its_processor_a_model_reads_text(tmp_path):
+    model = Model(path=str(save("qwen3_5", tmp_path)))
+    (tmp_path / "preprocessor_config.json").unlink()
+    tokenizer = load_tokenizer(model)
+    vision = load_processor(model, tokenizer, None)
+    assert vision is not None and vision.content("1+2=", []).tokens_P.tolist() == tokenizer("1+2=")["input_ids"]
+    with pytest.raises(UserError, match=r"an image; expected text: .*no preprocessor_config\.json"):
+        vision.content("<image>", [("image", picture(0))])
+    with pytest.raises(UserError, match=r"rewards\.judges\.0\.model: .*no preprocessor_config\.json"):
+        load_processor(model, tokenizer, None, "rewards.judges.0.model")

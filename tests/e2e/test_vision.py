@@ -195,6 +195,8 @@ def test_text_alone_trains_a_model_that_could_see(tmp_path, how):
     source = save("qwen3_5", tmp_path / "model")
     if how == "whole":  # a base model, which reads prompts as they are
         (source / "chat_template.jinja").unlink()
+    if how == "lora":  # without the settings of its processor
+        (source / "preprocessor_config.json").unlink()
     model = {"path": str(source), **({"lora": {"rank": 2}} if how == "lora" else {})}
     functions = [{"name": "variety", "path": "tests.e2e.test_vision:variety"}]
     more = {"objective": "sft"} if how == "sft" else {"rewards": {"functions": functions}}

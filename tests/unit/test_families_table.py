@@ -27,9 +27,10 @@ def test_what_works_and_why_not(capsys):
 
 
 def test_models_that_take_media(capsys, monkeypatch):
-    table = rows(capsys, "qwen3_5", "gemma4", "qwen2_audio")
+    table = rows(capsys, "qwen3_5", "gemma4", "llama4", "qwen2_audio", "gemma3n")
     assert table["qwen3_5"][:5] == ["full, linear", "yes", "yes", "images, videos", "yes"]
-    assert table["gemma4"][3] == "images" and table["qwen2_audio"][3] == "audio clips"
+    assert table["gemma4"][3] == table["llama4"][3] == "images" and "timm" in table["gemma3n"][1]
+    assert table["qwen2_audio"][3] == "audio clips"
     monkeypatch.setattr("gcore.generation.media_prefill.encode", lambda network, _: [(torch.zeros(1, 32),)])  # blind
     assert rows(capsys, "qwen3_5")["qwen3_5"][3].startswith("no: logprobs differ by")
 
