@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
     "algorithm": {"kl_coef": 0.05, "mini_batches": 2},
 }
 NAMED = {"train": [{"prompt": "1+2=", "answer": "3", "picture": "pictures/12.png"}], "max_prompt_length": 24}
-PARTS = ("text", "vision")
+PARTS, WEIGHTS, PYTORCH = ("text", "vision"), "model.safetensors", {"format": "pt"}
 TEXT = {"build": {**RECIPE["model"]["build"], "max_length": 48}}
 
 
@@ -193,6 +193,7 @@ def test_what_does_not_fit_is_refused_before_the_start(tmp_path, top, message):
 def test_text_alone_trains_a_model_that_could_see(tmp_path, how):
     """Qwen3.5 as it is downloaded: its outer configuration, with a tower. It is exported under the same names."""
     source = save("qwen3_5", tmp_path / "model")
+    save_file({**load_file(source / WEIGHTS), "mtp.fc.weight": np.ones((2, 3), np.float32)}, source / WEIGHTS, PYTORCH)
     if how == "whole":  # a base model, which reads prompts as they are
         (source / "chat_template.jinja").unlink()
     if how == "lora":  # without the settings of its processor
@@ -209,7 +210,10 @@ def test_text_alone_trains_a_model_that_could_see(tmp_path, how):
     if how != "sft":
         assert max(row["rollout/logprob_diff_max"] for row in found) < 5e-5  # with a delta rule
     assert gcore("export", str(tmp_path / "runs" / "tiny"), str(tmp_path / "hf")).returncode == 0
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "hf"))
+    before, after = load_file(source / WEIGHTS), load_file(tmp_path / "hf" / WEIGHTS)
+    after |= load_file(tmp_path / "hf" / "model-left-out.safetensors")  # of layers that transformers does not read
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == after.keys()
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert after.keys() == before.keys() and changed and not any("visual" in name for name in changed)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "hf")]
