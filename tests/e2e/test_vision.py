@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
     "algorithm": {"kl_coef": 0.05, "mini_batches": 2},
 }
 NAMED = {"train": [{"prompt": "1+2=", "answer": "3", "picture": "pictures/12.png"}], "max_prompt_length": 24}
-PARTS, WEIGHTS, PYTORCH = ("text", "vision"), "model.safetensors", {"format": "pt"}
+PARTS, WEIGHTS = ("text", "vision"), "model.safetensors"
 TEXT = {"build": {**RECIPE["model"]["build"], "max_length": 48}}
 
 
@@ -189,11 +189,21 @@ def test_what_does_not_fit_is_refused_before_the_start(tmp_path, top, message):
     assert not (tmp_path / "runs" / "tiny" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("how", ["whole", "lora", "sft"])
-def test_text_alone_trains_a_model_that_could_see(tmp_path, how):
-    """Qwen3.5 as it is downloaded: its outer configuration, with a tower. It is exported under the same names."""
-    source = save("qwen3_5", tmp_path / "model")
-    save_file({**load_file(source / WEIGHTS), "mtp.fc.weight": np.ones((2, 3), np.float32)}, source / WEIGHTS, PYTORCH)
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        *(("qwen3_5", how) for how in ("whole", "lora", "sft")),
+        ("qwen3_5_moe", "lora"),
+        ("gemma4", "whole"),
+        ("llama4", "whole"),
+    ],
+)
+def test_text_alone_trains_a_model_that_could_see(tmp_path, family, how):
+    """A model as it is downloaded: its outer configuration, with a tower. It is exported under the same names."""
+    source, later = save(family, tmp_path / "model"), {}
+    if "qwen3_5" in family:  # layers that transformers does not read
+        later = {"mtp.fc.weight": np.ones((2, 3), np.float32)}
+        save_file({**load_file(source / WEIGHTS), **later}, source / WEIGHTS, {"format": "pt"})
     if how == "whole":  # a base model, which reads prompts as they are
         (source / "chat_template.jinja").unlink()
     if how == "lora":  # without the settings of its processor
@@ -211,15 +221,16 @@ def test_text_alone_trains_a_model_that_could_see(tmp_path, how):
         assert max(row["rollout/logprob_diff_max"] for row in found) < 5e-5  # with a delta rule
     assert gcore("export", str(tmp_path / "runs" / "tiny"), str(tmp_path / "hf")).returncode == 0
     before, after = load_file(source / WEIGHTS), load_file(tmp_path / "hf" / WEIGHTS)
-    after |= load_file(tmp_path / "hf" / "model-left-out.safetensors")  # of layers that transformers does not read
-    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == after.keys()
+    if later:
+        after |= load_file(tmp_path / "hf" / "model-left-out.safetensors")
+        index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == after.keys()
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
-    assert after.keys() == before.keys() and changed and not any("visual" in name for name in changed)
+    assert after.keys() == before.keys() and changed and not any("vis" in name for name in changed)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "hf")]
     for config in (*configs, *(config[f"{part}_config"] for config in configs for part in PARTS)):
         config.pop("dtype", None)
-    assert configs[0] == configs[1] and configs[0]["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert configs[0] == configs[1] and configs[0]["architectures"][0].endswith("ForConditionalGeneration")
 
 
 def test_an_export_is_a_folder_that_a_run_can_start_from(tmp_path):
