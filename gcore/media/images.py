@@ -237,8 +237,9 @@ def encode(network: Any, media: Sequence[Media]) -> list[tuple[Tensor, ...]]:
         pixels, places = (torch.cat([own[name] for own in inputs]) for name in ("pixel_values", "image_position_ids"))
         return [(part,) for part in model.get_image_features(pixels, places).pooler_output]
     if family == "llama4":
-        sizes = [len(own["pixel_values"]) for own in inputs]
-        tiles = network.get_image_features(torch.cat([own["pixel_values"] for own in inputs])).last_hidden_state
+        sizes, dtype = [len(own["pixel_values"]) for own in inputs], network.vision_model.dtype
+        pixels = torch.cat([own["pixel_values"] for own in inputs]).to(dtype)  # the others convert them
+        tiles = network.get_image_features(pixels).last_hidden_state
         return [(part.flatten(0, 1),) for part in network.multi_modal_projector(tiles).split(sizes)]
     if family in TILES_OF_ONE_SIZE:
         sizes = [len(own["pixel_values"]) for own in inputs]
