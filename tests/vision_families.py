@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -32,6 +36,9 @@ from gcore.types import Completion, Key, MicroBatch, Pixels, Request, Sample, Sa
 
 ALPHABET = "0123456789+=? \n.<>cdenos"  # with the characters of timestamps
 SPECIAL = ("<image>", "<start>", "<end>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+SPECIAL += ("<|video|>", "<audio>", "<start_audio>", "<end_audio>", "<|image|>", "<|image_start|>", "<|image_end|>")
+SPECIAL += ("<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 ROWS = tuple(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
@@ -39,7 +46,7 @@ TEMPLATE = (
     "{% elif part['type'] == 'video' %}<start><video><end>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}="
 )
-PLACEHOLDERS = {"gemma3": "<start>", "qwen2_5_vl": "<start><image><end>", "qwen3_vl": "<start><image><end>"}
+PLACEHOLDERS = {"gemma3": "<start>", "llama4": "<|image|>", **dict.fromkeys(QWEN, "<start><image><end>")}
 TEXT: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -54,6 +61,9 @@ TEXT: dict[str, Any] = {
 }
 VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 QWEN_VISION = {"depth": 2, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": 4}
+GDN = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"shared_expert_intermediate_size": 24}
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 TILE = {"height": 16, "width": 16}
 
@@ -63,6 +73,7 @@ def tokenizer() -> Any:
     made.add_special_tokens({"additional_special_tokens": [*SPECIAL, *ROWS]})
     names = {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>", "video_token": "<video>"}
     names |= {"start_image_token": "<start>", "end_image_token": "<end>", "context_image_token": "<image>"}
+    names |= {"audio_token": "<audio>", "boa_token": "<start_audio>", "eoa_token": "<end_audio>"}
     names |= {"vision_start_token": "<start>", "vision_end_token": "<end>"}
     made._set_model_specific_special_tokens(names)
     return made
@@ -91,6 +102,17 @@ def _qwen(kind: str) -> Any:
     return config(text_config=text, vision_config=vision, tie_word_embeddings=True, **_ids())
 
 
+def _qwen3_5(kind: str, **experts: int) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}
+    layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    sizes = {"head_dim": 24, "rope_parameters": {**rope, "mrope_interleaved": True}}
+    vision = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48}
+    text = _text(f"{kind}_text", **sizes, **layers, **GDN, **experts)
+    vision["num_position_embeddings"] = 64
+    config = getattr(transformers, {"qwen3_5": "Qwen3_5Config", "qwen3_5_moe": "Qwen3_5MoeConfig"}[kind])
+    return config(text_config=text, vision_config=vision, tie_word_embeddings=True, **_ids())
+
+
 def _gemma3() -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e4}
     text = _text("gemma3_text", head_dim=12, query_pre_attn_scalar=12, sliding_window=4)
@@ -99,6 +121,26 @@ def _gemma3() -> Any:
     vision = {**VISION, "image_size": 16, "patch_size": 4, "vision_use_head": False}
     ids = {"image_token_id": _ids()["image_token_id"], "mm_tokens_per_image": 4}
     return transformers.Gemma3Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+
+
+def _gemma4(**more: Any) -> Any:
+    text = _text("gemma4_text", head_dim=12, global_head_dim=16, sliding_window=16, **more)
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    vision = {**VISION, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2}
+    vision |= {"position_embedding_size": 512}
+    token = tokenizer().convert_tokens_to_ids
+    ids = {"image_token_id": token("<image>"), "video_token_id": token("<|video|>"), "audio_token_id": token("<audio>")}
+    return transformers.Gemma4Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+
+
+def _llama4() -> Any:
+    kinds = ["chunked_attention", "full_attention"]
+    text = _text("llama4_text", head_dim=12, intermediate_size_mlp=48, attention_chunk_size=8, layer_types=kinds)
+    text |= {"no_rope_layers": [1, 0], "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    vision = {**VISION, "image_size": 16, "patch_size": 4, "projector_input_dim": 32, "projector_output_dim": 32}
+    vision |= {"vision_output_dim": 32, "intermediate_size": 128}
+    token = tokenizer().convert_tokens_to_ids("<|patch|>")
+    return transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=token)
 
 
 def _internvl() -> Any:
@@ -138,17 +180,28 @@ def _llava_ids() -> dict[str, int]:
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": lambda: _qwen("Qwen2_5_VL"),
     "qwen3_vl": lambda: _qwen("Qwen3VL"),
+    "qwen3_5": lambda: _qwen3_5("qwen3_5"),
+    "qwen3_5_moe": lambda: _qwen3_5("qwen3_5_moe", **EXPERTS),
     "gemma3": _gemma3,
+    "gemma4": lambda: _gemma4(
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=len(tokenizer()), num_kv_shared_layers=2
+    ),
+    "gemma4-blocks": lambda: _gemma4(
+        hidden_size_per_layer_input=0, use_bidirectional_attention="vision", attention_k_eq_v=True
+    ),
+    "llama4": _llama4,
     "internvl": _internvl,
     "idefics3": lambda: _idefics("Idefics3"),
     "smolvlm": lambda: _idefics("SmolVLM"),
     "llava_onevision": _llava,
 }
 SPLIT = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": True, **HALF}
+PATCHED = {"shortest_edge": 64, "longest_edge": 512}
 IMAGES: dict[str, dict[str, Any]] = {  # settings of image processors
-    "qwen2_5_vl": {**HALF, "patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 512}},
-    "qwen3_vl": {**HALF, "patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 512}},
+    **{family: {**HALF, "patch_size": 4, "merge_size": 2, "size": dict(PATCHED)} for family in QWEN},
     "gemma3": {**HALF, "size": TILE},
+    "gemma4": {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+    "llama4": {**HALF, "size": TILE, "max_patches": 4},
     "internvl": {**HALF, "size": TILE, "crop_to_patches": True, "min_patches": 1, "max_patches": 3},
     "idefics3": SPLIT,
     "smolvlm": SPLIT,
@@ -156,6 +209,7 @@ IMAGES: dict[str, dict[str, Any]] = {  # settings of image processors
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # of processors
     "gemma3": {"image_seq_length": 4},
+    "llama4": {"patch_size": 4, "pixel_shuffle_ratio": 0.5},
     "internvl": {"image_seq_length": 4},
     "idefics3": {"image_seq_len": 4},
     "smolvlm": {"image_seq_len": 4},
@@ -167,19 +221,42 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of processors
 VIDEOS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": IMAGES["qwen2_5_vl"],
     "qwen3_vl": {**IMAGES["qwen3_vl"], "size": {"shortest_edge": 128, "longest_edge": 4096}},
+    "qwen3_5": {**IMAGES["qwen3_vl"], "size": {"shortest_edge": 128, "longest_edge": 4096}},
 }
 
 
 def processor(family: str) -> Any:
     """Of transformers."""
-    return make_processor(family, IMAGES[family], SETTINGS.get(family, {}), tokenizer())
+    name = family_of(family)
+    made = make_processor(name, IMAGES[name], SETTINGS.get(name, {}), tokenizer())
+    return _gemma4_processor(made) if name == "gemma4" else made
+
+
+def _gemma4_processor(made: Any) -> Any:
+    """Its module imports torchvision, and calls nothing of it with an image processor for Pillow."""
+    names = (
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+    )
+    with mock.patch.dict(sys.modules, {name: MagicMock(__spec__=None) for name in names}):
+        module = importlib.import_module("transformers.models.gemma4.processing_gemma4")
+    lenient = type("", (module.Gemma4Processor,), {"check_argument_for_proper_class": lambda *_: None})
+    return lenient(None, made.image_processor, made.tokenizer, None)
+
+
+def family_of(name: str) -> str:
+    """Some families have two kinds of models here: gemma4-blocks -> gemma4"""
+    return name.partition("-")[0]
 
 
 def save(family: str, folder: Path, scale: float = 1.2) -> Path:
     """A model's folder, with weights large enough that attention chooses."""
     torch.manual_seed(0)
     network = transformers.AutoModelForImageTextToText.from_config(CONFIGS[family]())
-    randomize(network, scale, embedding=0.1 if family == "gemma3" else 0.4)  # Gemma multiplies it
+    family = family_of(family)
+    randomize(network, scale, embedding=0.1 if "gemma" in family else 0.4)  # Gemma multiplies it
     network.save_pretrained(folder)
     made = tokenizer()
     made.chat_template = TEMPLATE.replace("IMAGE", PLACEHOLDERS.get(family, "<image>"))
@@ -194,7 +271,9 @@ def save(family: str, folder: Path, scale: float = 1.2) -> Path:
 @torch.no_grad()
 def randomize(network: Any, scale: float = 1.2, embedding: float = 0.4) -> None:
     for name, parameter in network.named_parameters():
-        if parameter.dim() > 1:
+        if "linear_attn" in name and parameter.dim() > 1:  # as in test_families.py
+            parameter.normal_(std=parameter.shape[-1] ** -0.5 * 0.4)
+        elif parameter.dim() > 1:
             parameter.normal_(std=embedding if "embed_tokens" in name else parameter[0].numel() ** -0.5 * scale)
         elif name.endswith("bias"):
             parameter.normal_(std=0.3)

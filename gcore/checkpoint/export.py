@@ -96,6 +96,8 @@ def export_language_model(
     else:
         _save_files(folder, policy, files)
         _save_config(folder, network, config.model)
+    if config.model.path is not None:
+        _copy_left_out(folder, network, config.model)
     tokenizer.save_pretrained(folder)
     if processor is not None:
         processor.save(folder, None if config.model.path is None else model_folder(config.model))
@@ -154,6 +156,27 @@ def _save_files(folder: Path, policy: _Policy, files: StateDictSplit) -> None:
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": dict(sorted(files.tensor_to_filename.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _copy_left_out(folder: Path, network: Any, model: Model) -> None:
+    """What transformers does not read of the model's folder, such as the layers of Qwen3.5 that predict several tokens:
+    engines may use it. It is as it was."""
+    from safetensors.torch import save_file
+
+    from gcore.hub import model_folder
+    from gcore.weights.pretrained import INDEX, SINGLE, WeightFiles, left_out
+
+    source = WeightFiles(model_folder(model))
+    if not (names := [name for name in source.shapes if left_out(network, name)]):
+        return
+    file, index = "model-left-out.safetensors", dict[str, Any](metadata={}, weight_map={})
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())
+    else:
+        index["weight_map"] = dict.fromkeys(WeightFiles(folder).shapes, SINGLE)
+    save_file({name: source.read(name).contiguous() for name in names}, folder / file, {"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
 def _save_config(folder: Path, network: Any, model: Model) -> None:

@@ -106,7 +106,8 @@ class BuildAudio(BuildTower):
     """Length of the longest clip."""
 
 
-TOWERS = {"vision": "qwen3", "audio": "qwen2"}  # sections of a built model, and the architecture that each needs
+# sections of a built model, and the architectures that each can be added to
+TOWERS = {"vision": ("qwen3", "qwen3_5_text"), "audio": ("qwen2",)}
 
 
 class BuildModel(Section):
@@ -133,8 +134,8 @@ class BuildModel(Section):
     alphabet: str = "0123456789+-*/=()?,.: abcdefghijklmnopqrstuvwxyz"
     """Characters of the built-in one-token-per-character tokenizer."""
     vision: BuildVision | None = None
-    """A vision tower: the model is a small Qwen3-VL, which takes images. Only with `architecture: qwen3`. See
-    docs/vision.md."""
+    """A vision tower: the model takes images. With `architecture: qwen3` it is a small Qwen3-VL, with `qwen3_5_text` a
+    small Qwen3.5. See docs/vision.md."""
     audio: BuildAudio | None = None
     """An audio encoder: the model is a small Qwen2-Audio, which takes audio clips. Only with `architecture: qwen2`. See
     docs/audio.md."""
@@ -142,8 +143,9 @@ class BuildModel(Section):
     @model_validator(mode="after")
     def _divisible(self) -> BuildModel:
         for name, needed in TOWERS.items():
-            if getattr(self, name) is not None and self.architecture != needed:
-                raise ValueError(f"{name} needs architecture={needed}, got {self.architecture}; expected no {name}")
+            if getattr(self, name) is not None and self.architecture not in needed:
+                some = " or ".join(needed)
+                raise ValueError(f"{name} needs architecture={some}, got {self.architecture}; expected no {name}")
         if self.architecture != "qwen3_moe" and (self.experts, self.active_experts) != (8, 2):  # not the defaults
             raise ValueError(f"experts and active_experts need architecture=qwen3_moe, got {self.architecture}")
         if self.active_experts > self.experts:

@@ -93,8 +93,6 @@ class MediaData(Section):
     """Folder that paths of images are relative to, and must be in. Default: the folder of the dataset's file."""
     allow_urls: bool = False
     """Download images from http and https addresses of the dataset when they are read."""
-    optional: bool = False
-    """Allow a dataset without any medium for a model that takes media."""
 
 
 class Data(Section):

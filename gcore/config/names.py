@@ -164,6 +164,7 @@ FORMER = {  # keys that were removed or renamed, or that one could expect -> the
     "algorithm.overlong_buffer": "algorithm.overlong.buffer",
     "algorithm.overlong_penalty": "algorithm.overlong.penalty",
     "algorithm.mask_truncated": "algorithm.overlong.mask",
+    "data.media.optional": "remove it: a model that takes media also reads datasets of text",
     "generation.denoising.window.stride": "generation.denoising.window.every (divide it by the stride)",
     "generation.device": "training.device (of all models of a run)",
     "generation.emulated.speed": "remove it, and divide all seconds of the emulated sections by it",

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from gcore.config.base import BuildModel
 
@@ -69,6 +69,9 @@ KINDS = {
 }
 
 
+Blocks = Literal["", "all", "sliding_attention"]
+
+
 @dataclass(frozen=True, slots=True)
 class MediaFamily:
     """MediaFamily("gcore.media.images", kinds=("image",), tokens=("image_token_id",))"""
@@ -80,8 +83,8 @@ class MediaFamily:
     tower: str = "vision_config"  # section of config.json
     grid: bool = False  # positions of features have three axes: time, height, width
     timed: bool = False  # on the first axis, features of a video are as far apart as its seconds
-    blocks: bool = False  # the features of a medium attend to each other, also to later ones
-    build: str = ""  # section of model.build that makes a small network of this family
+    blocks: Blocks = ""  # the features of a medium attend to each other, also to later ones, in layers of this kind
+    build: tuple[str, str] = ("", "")  # section and architecture of model.build that make a small network of it
     marks: Mapping[str, str] = field(default_factory=dict)  # in its chat template, for a part of each kind
 
 
@@ -112,23 +115,42 @@ class FamilyModule(Protocol):
 IMAGES = "gcore.media.images"
 QWEN_TOKENS = ("image_token_id", "video_token_id")
 QWEN_MARKS = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+QWEN3 = MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, marks=QWEN_MARKS)
 CLIP_MARK = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 FAMILIES: dict[str, MediaFamily] = {
     "qwen2_5_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, timed=True),
-    "qwen3_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, build="vision", marks=QWEN_MARKS),
-    "gemma3": MediaFamily(IMAGES, ("image",), ("image_token_id",), blocks=True),
+    "qwen3_vl": replace(QWEN3, build=("vision", "qwen3")),
+    "qwen3_5": replace(QWEN3, build=("vision", "qwen3_5_text")),
+    "qwen3_5_moe": QWEN3,
+    "gemma3": MediaFamily(IMAGES, ("image",), ("image_token_id",), blocks="all"),
+    "gemma4": MediaFamily(
+        IMAGES, ("image",), ("image_token_id", "video_token_id", "audio_token_id"), blocks="sliding_attention"
+    ),
+    "llama4": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "internvl": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "smolvlm": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
     "llava_onevision": MediaFamily(IMAGES, ("image",), ("image_token_id", "video_token_id")),
     "qwen2_audio": MediaFamily(
-        AUDIO, ("audio",), ("audio_token_id",), "AutoModelForSeq2SeqLM", "audio_config", build="audio", marks=CLIP_MARK
+        AUDIO,
+        ("audio",),
+        ("audio_token_id",),
+        "AutoModelForSeq2SeqLM",
+        "audio_config",
+        build=("audio", "qwen2"),
+        marks=CLIP_MARK,
     ),
 }
 # Have a tower that is not supported: the decoder is used, for prompts of text.
-TEXT_ALONE = {"step3p7", "glm5_next", "llama4", "gemma4", "qwen4_exp"}
+TEXT_ALONE = {"step3p7", "glm5_next", "qwen4_exp"}
+UNSUPPORTED = {  # families that take media, and why engine and trainer do not run them
+    "gemma3n": ", whose tower is a network of the package timm (its text part alone: gemma3n_text)"
+}
 # modules: towers, projectors
-TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector")
+TOWERS = (
+    *("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector"),
+    *("embed_vision",),
+)
 
 
 def kind_module(kind: str) -> KindModule:
@@ -141,4 +163,5 @@ def module_of(family: str) -> FamilyModule:
 
 def built_family(build: BuildModel) -> str | None:
     """The family of a network with a tower; None: it has none."""
-    return next((n for n, row in FAMILIES.items() if row.build and getattr(build, row.build) is not None), None)
+    sections = {(section, build.architecture) for section, value in build if value is not None}
+    return next((family for family, row in FAMILIES.items() if row.build in sections), None)

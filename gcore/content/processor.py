@@ -89,15 +89,16 @@ class MediaProcessor:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of the media that a prompt may have."""
-        return frozenset(self._kinds)
+        """Of the media that the model takes."""
+        return frozenset(self._kinds) | self._refused.keys()
 
     def content(self, text: str, media: Sequence[tuple[str, Any]]) -> Tokens:
         """The prompt `text` with one placeholder per medium, given as (kind, array, Video, ...). Raises UserError if
         they do not fit each other."""
         for kind, given in media:
             self._check(kind, given)
-        pieces = re.split(f"({'|'.join(map(re.escape, self._by_placeholder))})", text)
+        marks = "|".join(map(re.escape, self._by_placeholder))
+        pieces = re.split(f"({marks})", text) if marks else [text]
         found, kinds = [self._by_placeholder[mark] for mark in pieces[1::2]], [kind for kind, _ in media]
         if found != kinds:
             raise UserError(
@@ -127,7 +128,7 @@ class MediaProcessor:
 
     def _check(self, kind: str, given: Any) -> None:
         why = self._refused.get(kind, "")
-        if kind not in self._kinds:
+        if not why and kind not in self._kinds:
             why = f"{KINDS[kind].plural} are not supported for {self.family}"
         elif kind == "video" and array_of(given) is given:  # without its rate
             why = why or f"judges get no {KINDS[kind].plural}"

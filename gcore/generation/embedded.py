@@ -168,9 +168,10 @@ class EmbeddedBackend(DecodeBackend):
             contents = [self.jobs[rows[0]].content for rows in part]
             tokens_BW = self._padded([content.tokens_T[:-1] for content in contents], len(part), width)
             inputs, feature_positions, blocks = dict[str, Any](), None, None
-            if self._media is not None:
-                inputs, feature_positions, blocks = self._media.inputs(tokens_BW, contents)
-            chunk = PREFILL_CHUNK if width > PREFILL_TOKENS and self._media is None else width
+            media = self._media if any(content.media for content in contents) else None
+            if media is not None:
+                inputs, feature_positions, blocks = media.inputs(tokens_BW, contents)
+            chunk = PREFILL_CHUNK if width > PREFILL_TOKENS and media is None else width
             # not one token alone: layers with a state would take it for a decoding step
             bounds = [at for at in range(0, width, chunk) if width - at > 1 or not at]
             for first, last in itertools.pairwise([*bounds, width]):
@@ -180,7 +181,7 @@ class EmbeddedBackend(DecodeBackend):
                 masks = self._traits.masks(seen, position[:, None], self._model.dtype, blocks)
                 masks = {kind: mask.expand(len(part), 1, last - first, last) for kind, mask in masks.items()}
                 self._cache.begin_prefill(torch.tensor([rows[0] for rows in part], device=self._device), last, first)
-                if self._media is None:
+                if media is None:
                     inputs = {"input_ids": tokens_BW[:, first:last]}
                 passed = partial(self._hidden, inputs, positions, masks)
                 _, experts = self._watched(passed, [row for rows in part for row in rows])

@@ -7,12 +7,16 @@ in training; logprobs of both are compared with the forward pass of transformers
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from gcore.config.base import Lora
+from gcore.content.families import FAMILIES, KINDS, UNSUPPORTED
 from gcore.types import UserError
 
 CLOSE = 1e-3  # of logprobs in float32, in the mean: another kind of attention or position changes them by more
@@ -41,18 +45,29 @@ SMALL: dict[str, Any] = {  # keys of config.json -> sizes of the small network, 
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "dropout": 0.0},
 }
 
+SMALL_TOWER: dict[str, Any] = {  # the same for what encodes media
+    **dict.fromkeys(("hidden_size", "out_hidden_size", "d_model", "vision_output_dim"), 32),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim", "output_proj_dims"), 32),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim"), 48),
+    **dict.fromkeys(("depth", "num_hidden_layers", "encoder_layers", "num_heads", "num_attention_heads"), 2),
+    **dict.fromkeys(("num_key_value_heads", "encoder_attention_heads", "pooling_kernel_size"), 2),
+    **{"patch_size": 4, "image_size": 16, "head_dim": 16, "num_position_embeddings": 16, "window_size": 16},
+    **{"position_embedding_size": 64, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
+}
+
 
 def families() -> list[str]:
     """Those with a causal language model, by `model_type`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | FAMILIES.keys())
 
 
 def report(names: Sequence[str]) -> int:
     """Prints the table, in Markdown. Returns the number of families that are not supported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    columns = ("family", "layers", "engine", "trainer", "LoRA", "tensor parallel", "context parallel", "Megatron")
+    checked = ("LoRA", "tensor parallel", "context parallel", "Megatron")
+    columns = ("family", "layers", "engine", "trainer", "media", *checked)
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     refused = 0
     for name in names:
@@ -65,11 +80,10 @@ def report(names: Sequence[str]) -> int:
 def row_of(name: str) -> list[str]:
     """Kinds of layers, then what works. `no: why` where it does not."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from gcore.config.megatron import check_family
     from gcore.models.decoders import check_network, implementation, traits_of
-    from gcore.models.networks import adapters_of, without_dropout
+    from gcore.models.networks import adapters_of, auto_class, without_dropout
     from gcore.training.context import choose_method
     from gcore.training.tensor_parallel import check as check_tensor
 
@@ -77,23 +91,33 @@ def row_of(name: str) -> list[str]:
         config = _small(name)
         kinds = ", ".join(sorted({kind.removesuffix("_attention") for kind in traits_of(config).kinds}))
         torch.manual_seed(0)
-        network = AutoModelForCausalLM.from_config(config, attn_implementation=implementation(config)).eval()
+        network = auto_class(config).from_config(config, attn_implementation=implementation(config)).eval()
         for parameter in network.parameters():
             if parameter.dim() > 1:  # large enough that the output depends on what attention sees
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         without_dropout(network)
         check_network(network)
     except Exception as error:  # of any library code; a family that cannot be made small is not supported either
-        return ["", f"no: {_line(error)}", "no", "", "", "", ""]
+        return ["", f"no: {_line(error)}", "no", "", "", "", "", ""]
     checks = {
         "engine": lambda: _sampled(network),
-        "trainer": lambda: _packed(network),
+        "trainer": lambda: _packed(copy.deepcopy(network)),  # it changes recurrent layers
+        "media": lambda: _seen(copy.deepcopy(network)),
         "LoRA": lambda: adapters_of(network, Lora()) and None,
         "tensor": lambda: check_tensor(config, 2),
         "context": lambda: choose_method(config, 2, 1, "auto") and None,
         "Megatron": lambda: check_family(config.model_type),
     }
-    return [kinds, *(_cell(check) for check in checks.values())]
+    if name in FAMILIES:  # modalities/media_keys.py
+        checks |= dict.fromkeys(("tensor", "context", "Megatron"), _takes_media)
+    cells = {name: _cell(check) for name, check in checks.items()}
+    if cells["media"] == "yes":
+        cells["media"] = ", ".join(KINDS[kind].plural for kind in FAMILIES[name].kinds) if name in FAMILIES else ""
+    return [kinds, *cells.values()]
+
+
+def _takes_media() -> None:
+    raise UserError("takes media")
 
 
 def _cell(check: Any) -> str:
@@ -123,8 +147,22 @@ def _small(name: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     default = CONFIG_MAPPING[name]()
+    if (row := FAMILIES.get(name)) is not None:
+        tower = getattr(default, row.tower) or default.sub_configs[row.tower]()
+        known, text = tower.to_dict(), _small(default.get_text_config().model_type)
+        small = {"model_type": tower.model_type, **{key: n for key, n in SMALL_TOWER.items() if key in known}}
+        if "pixel_shuffle_ratio" in known:
+            small["intermediate_size"] = int(small["hidden_size"] / known["pixel_shuffle_ratio"] ** 2)
+        if row.grid:  # all pairs of a head turn with the first axis
+            head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            pairs = int(head * text.rope_parameters.get("partial_rotary_factor", 1)) // 2
+            text.rope_parameters["mrope_section"] = [pairs, 0, 0]
+        more = {key: 4 for key in ("mm_tokens_per_image",) if hasattr(default, key)}
+        more |= {token: VOCABULARY - 1 - number for number, token in enumerate(row.tokens)}
+        make: Any = type(default)
+        return make(text_config=text.to_dict(), **{row.tower: small}, **more)
     if default.get_text_config() is not default:
-        raise UserError("more than a text decoder")
+        raise UserError(f"more than a text decoder{UNSUPPORTED.get(name, '')}")
     known = default.to_dict()
     optional = ("sliding_window", "attention_chunk_size")
     sizes = {k: v for k, v in SMALL.items() if k in known and not (k in optional and known[k] is None)}
@@ -137,12 +175,61 @@ def _small(name: str) -> Any:
     return CONFIG_MAPPING[name](**sizes)
 
 
-def _plain(network: Any, tokens: Any, steps: int) -> Any:
+def _plain(network: Any, tokens: Any, steps: int, **more: Any) -> Any:
     import torch
 
+    from gcore.models.decoders import forbid, forbidden_tokens
+
     with torch.no_grad():
-        logprobs = network(tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
+        logits = network(input_ids=tokens[None], use_cache=False, **more).logits[0].float()
+    logprobs = forbid(logits, forbidden_tokens(network.config)).log_softmax(-1)
     return logprobs[:-1].gather(-1, tokens[1:, None])[-steps:, 0]
+
+
+def _seen(network: Any) -> float | None:
+    """The same as `_sampled` and `_packed`, for a prompt with the smallest medium."""
+    import inspect
+
+    import numpy as np
+    import torch
+
+    from gcore.content.tokens import Tokens, tokens_of
+    from gcore.generation.embedded import EmbeddedBackend
+    from gcore.generation.engine_shell import SteppedEngine
+    from gcore.models.towers import encode, smallest_medium, takes_media
+    from gcore.training.media_model import MediaLogprobModel
+    from gcore.types import MicroBatch, Request, Sample, SamplingParams
+
+    if not takes_media(network):
+        return None
+    config, medium = network.config, smallest_medium(network)
+    with torch.no_grad():
+        num = len(encode(network, [medium])[0][0])
+    token = getattr(config, FAMILIES[config.model_type].tokens[0])
+    prompt = np.array([1, 5, 9, *[token] * num, 8, 4], np.int32)
+    content = Tokens(prompt, media=(replace(medium, key="smallest", places=np.arange(3, 3 + num, dtype=np.int32)),))
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=4, max_length=len(prompt) + 16))
+    try:
+        (answer,) = asyncio.run(engine.generate([Request(content, SamplingParams(max_tokens=6), 1)]))
+    finally:
+        engine.close()
+    content = content.extended(tokens_of(answer.content))
+    tokens = torch.from_numpy(content.tokens_T).long()
+    kinds, known = (tokens == token).int()[None], inspect.signature(network.forward).parameters
+    given = {"mm_token_type_ids": kinds, "token_type_ids": kinds}
+    given |= {name: torch.from_numpy(np.array(value)) for name, value in medium.tensors().items()}
+    wanted = torch.from_numpy(answer.logprobs_S)
+    if medium.kind == "image":
+        wanted = _plain(network, tokens, 6, **{name: value for name, value in given.items() if name in known})
+    sample = Sample(0, 0, content, np.ones(6, bool), answer.logprobs_S)
+    samples = {(0, 0): sample, (1, 0): replace(sample, prompt_id=1)}
+    model = MediaLogprobModel(network)
+    alone: Any = SimpleNamespace(size=1)  # ranks that share a row
+    packed = model.pack(MicroBatch((tuple(samples),), 2 * content.size), samples, alone)
+    with torch.no_grad():
+        trained = model(packed)[0].view(2, -1)
+    found = torch.cat([torch.from_numpy(answer.logprobs_S)[None], trained])
+    return float((found - wanted).abs().mean(-1).max())
 
 
 def _sampled(network: Any) -> float:

@@ -47,6 +47,7 @@ from gcore.modalities.base import PolicyKind
 from gcore.modalities.table import kind_of
 from gcore.observe.trackers import check_trackers
 from gcore.prompts.answers import load_answered
+from gcore.prompts.media import unread_media
 from gcore.prompts.rows import PROMPTS, check_numbers, load_rows, prompt_of, reward_columns
 from gcore.prompts.source import check_bad_rows, sample_digest, sample_of
 from gcore.rewarding.functions import FunctionSource
@@ -82,6 +83,7 @@ class DatasetCheck:
     longest: int  # tokens
     prompt: Prompt | None  # the first one that is not too long
     digest: str = ""  # sample_digest
+    note: str = ""  # for the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ def preflight(config: Config, plan: Plan, trains: bool = True) -> tuple[list[str
     tokenizer, checked = heavy_checks(config, plan, datasets)
     over = f"checked prompts are longer than data.max_prompt_length={config.data.max_prompt_length}"
     warnings += [f"{data.key}: all {data.num_checked} {over}" for data in checked if data.prompt is None]
+    warnings += [data.note for data in checked if data.note]
     return warnings, checked, tokenizer
 
 
@@ -347,17 +350,23 @@ def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck
         elif first is None:
             first = prompt
     check_bad_rows(bad, len(data.rows), config.data.media.max_bad_rows, data.key)
-    if kind.media and not num_media and not config.data.media.optional:
-        name, row = kind.media[0], KINDS[kind.media[0]]
-        raise UserError(
-            f"{data.key}: no {name} in {len(data.sample)} rows, and the model takes {row.plural}; expected a column "
-            f"{' or '.join(row.columns)}, or {name} parts of messages (a text-only dataset needs "
-            "data.media.optional=true)"
-        )
+    note = _text_alone(data, kind.media[0]) if kind.media and not num_media else ""
     if first is None and len(data.sample) == len(data.rows):
         raise UserError(
             f"{data.key}: all {len(data.rows)} prompts are longer than data.max_prompt_length={limit} (the longest has "
             f"{longest} tokens)"
         )
     digest = sample_digest(data.rows)
-    return DatasetCheck(data.key, len(data.rows), len(data.sample), tuple(too_long), longest, first, digest)
+    return DatasetCheck(data.key, len(data.rows), len(data.sample), tuple(too_long), longest, first, digest, note)
+
+
+def _text_alone(data: OpenDataset, kind: str) -> str:
+    """A note that a model that takes media gets none. UserError if a column holds some under another name."""
+    row, found = KINDS[kind], f"{data.key}: no {kind} in {len(data.sample)} rows"
+    for index in data.sample:
+        if column := unread_media(data.rows[index]):
+            raise UserError(
+                f"{found}, and the column {column!r} holds media (row {index}); expected them in the column "
+                f"{' or '.join(row.columns)}, or as {kind} parts of messages (rename or remove the column)"
+            )
+    return f"{found}: the model takes {row.plural}, and reads text alone here"

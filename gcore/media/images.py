@@ -7,14 +7,16 @@ is processed alone, so its tensors do not depend on the other images of a prompt
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gcore.config.base import BuildModel
-from gcore.content.families import FAMILIES
+from gcore.content.families import FAMILIES, built_family
 from gcore.content.media import Media
 from gcore.content.processor import FILES, Expanded, KindProcessor, read_json, read_settings
 from gcore.media.videos import VIDEO_FILE, VideoProcessor, Videos, tower_work
@@ -26,14 +28,28 @@ if TYPE_CHECKING:
 PROCESSORS = {  # class in transformers; transformers.models.MODULE.image_processing_pil_MODULE, and the class there
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil"),
     "qwen3_vl": ("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil")),
     "gemma3": ("Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil"),
+    "llama4": ("Llama4Processor", "llama4", "Llama4ImageProcessor"),
     "internvl": ("InternVLProcessor", "got_ocr2", "GotOcr2ImageProcessorPil"),
     "idefics3": ("Idefics3Processor", "idefics3", "Idefics3ImageProcessorPil"),
     "smolvlm": ("SmolVLMProcessor", "smolvlm", "SmolVLMImageProcessorPil"),
     "llava_onevision": ("LlavaOnevisionProcessor", "llava_onevision", "LlavaOnevisionImageProcessorPil"),
 }
-INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "batch_num_images")
-SETTINGS = ("image_seq_len", "image_seq_length", "num_image_tokens", "vision_feature_select_strategy")
+PICTURES_ONLY = {"gemma4": ("gemma4", "Gemma4ImageProcessorPil")}  # their processors need torchvision
+NEED_TORCHVISION = ("llama4",)  # transformers has no image processor for Pillow
+INPUTS = (
+    *("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "batch_num_images"),
+    *("image_position_ids",),
+)
+SETTINGS = (
+    "patch_size",
+    "pixel_shuffle_ratio",
+    "image_seq_len",
+    "image_seq_length",
+    "num_image_tokens",
+    "vision_feature_select_strategy",
+)
 TILES_OF_ONE_SIZE = ("gemma3", "internvl")
 
 
@@ -43,11 +59,15 @@ class Images:
     def __init__(self, processor: Any, family: str) -> None:
         self._processor, self._family = processor, family
         self.placeholder: str = processor.image_token
-        settings = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs={})
-        self._options: dict[str, Any] = {**settings["images_kwargs"], "return_tensors": None}
+        settings: dict[str, Any] = {}
+        if family not in PICTURES_ONLY:
+            settings = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs={})
+        as_tensors = {"return_tensors": "pt" if family in NEED_TORCHVISION else None}
+        self._options: dict[str, Any] = {**settings.get("images_kwargs", {}), **as_tensors}
         tokenizer = processor.tokenizer
         # of Gemma, the placeholder is the mark before the features
-        feature = tokenizer.image_token_id if family == "gemma3" else tokenizer.convert_tokens_to_ids(self.placeholder)
+        mark = getattr(processor, "img_patch_token", self.placeholder)
+        feature = tokenizer.image_token_id if family == "gemma3" else tokenizer.convert_tokens_to_ids(mark)
         self.features: tuple[int, ...] = (int(feature),)
 
     def variant(self, given: Any, number: int) -> str:
@@ -55,7 +75,7 @@ class Images:
 
     def expand(self, array: Pixels, given: Any, number: int) -> Expanded:
         inputs = self._prepared(array, self._in_one_tile(number))
-        tensors = {name: np.asarray(inputs[name]) for name in INPUTS if name in inputs}
+        tensors = {name: _array(inputs[name]) for name in INPUTS if name in inputs}
         grid = None
         if FAMILIES[self._family].grid:
             time, height, width = tensors["image_grid_thw"][0].tolist()
@@ -86,6 +106,11 @@ class Images:
         return found
 
 
+def _array(values: Any) -> np.ndarray:
+    """Of Llama 4, a tensor in bfloat16."""
+    return np.asarray(values.float() if hasattr(values, "float") else values)
+
+
 def processors(family: str, folder: Path, tokenizer: Any) -> dict[str, KindProcessor]:
     """Of preprocessor_config.json and processor_config.json."""
     settings = read_settings(folder, "image_processor")
@@ -106,7 +131,8 @@ def built_processors(build: BuildModel, tokenizer: Any) -> dict[str, KindProcess
         "image_std": [0.5] * 3,
     }
     videos = {**settings, "size": {"shortest_edge": 2 * edge, "longest_edge": 16 * edge}}  # of all frames together
-    return _both(make_processor("qwen3_vl", settings, {}, tokenizer), "qwen3_vl", videos)
+    family = str(built_family(build))
+    return _both(make_processor(family, settings, {}, tokenizer), family, videos)
 
 
 def _both(processor: Any, family: str, videos: Mapping[str, Any]) -> dict[str, KindProcessor]:
@@ -119,32 +145,59 @@ def _both(processor: Any, family: str, videos: Mapping[str, Any]) -> dict[str, K
 
 def make_processor(family: str, image: Mapping[str, Any], settings: Mapping[str, Any], tokenizer: Any) -> Any:
     """The processor of transformers. It insists on a video processor, which needs torchvision: it gets none."""
-    name, module, kind = PROCESSORS[family]
-    transformers = importlib.import_module("transformers")
-    pictures = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
-    lenient = type(name, (getattr(transformers, name),), {"check_argument_for_proper_class": lambda *_: None})
+    *names, module, kind = PICTURES_ONLY.get(family) or PROCESSORS[family]
+    if family in NEED_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+        raise UserError(f"the image processor of {family} needs torchvision: pip install torchvision")
+    pil = "" if family in NEED_TORCHVISION else "pil_"
+    pictures = importlib.import_module(f"transformers.models.{module}.image_processing_{pil}{module}")
     unused = ("processor_class", "image_processor_type", "feature_extractor_type", "auto_map")
     image_processor = getattr(pictures, kind)(**{k: v for k, v in image.items() if k not in unused})
-    video = {} if family in ("gemma3", "idefics3") else {"video_processor": None}
+    if not names:
+        return _Gemma4(image_processor, tokenizer)
+    name, transformers = names[0], importlib.import_module("transformers")
+    lenient = type(name, (getattr(transformers, name),), {"check_argument_for_proper_class": lambda *_: None})
+    video = {} if family in ("gemma3", "idefics3", "llama4") else {"video_processor": None}
     options = {name: settings[name] for name in SETTINGS if name in settings}
     return lenient(image_processor=image_processor, tokenizer=tokenizer, **video, **options)
+
+
+@dataclass(frozen=True)
+class _Gemma4:
+    """What Images needs of Gemma4Processor."""
+
+    image_processor: Any
+    tokenizer: Any
+
+    @property
+    def image_token(self) -> str:
+        return str(self.tokenizer.image_token)
+
+    def replace_image_token(self, inputs: Mapping[str, Any], image_idx: int) -> str:
+        features = self.image_token * int(inputs["num_soft_tokens_per_image"][image_idx])
+        return f"{self.tokenizer.boi_token}{features}{self.tokenizer.eoi_token}"
 
 
 # ---- network -------------------------------------------------------------------------------------------------------
 
 
 def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) -> Any:
-    """A small Qwen3-VL. Its vision tower also feeds the first decoder layer directly, as in the large ones."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    vision, token, pairs = build.vision, tokenizer.convert_tokens_to_ids, build.hidden_size // build.heads // 2
+    """The vision tower of a small Qwen3-VL also feeds the first decoder layer directly, as in the large ones. A Qwen3.5
+    rotates a quarter of each head."""
+    transformers, family = importlib.import_module("transformers"), built_family(build)
+    name, share, more = {
+        "qwen3_vl": ("Qwen3VL", 1.0, {"deepstack_visual_indexes": [0]}),
+        "qwen3_5": ("Qwen3_5", 0.25, {}),
+    }[str(family)]
+    vision, token = build.vision, tokenizer.convert_tokens_to_ids
     assert vision is not None
+    pairs = int(decoder["head_dim"] * share) // 2
     across = pairs // 3
     rope = {
         "rope_type": "default",
         "rope_theta": 10_000.0,
         "mrope_section": [pairs - 2 * across, across, across],
         "mrope_interleaved": True,
+        **({"partial_rotary_factor": share} if share < 1 else {}),
     }
     tower = {
         "depth": vision.layers,
@@ -156,10 +209,10 @@ def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) ->
         "temporal_patch_size": 2,
         "out_hidden_size": build.hidden_size,
         "num_position_embeddings": (vision.image_size // vision.patch_size) ** 2,
-        "deepstack_visual_indexes": [0],
+        **more,
     }
     attention: dict[str, Any] = {"attn_implementation": "sdpa"}
-    config = Qwen3VLConfig(
+    config = getattr(transformers, f"{name}Config")(
         text_config={**decoder, "rope_parameters": rope},
         vision_config=tower,
         image_token_id=token("<|image_pad|>"),
@@ -169,17 +222,25 @@ def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) ->
         tie_word_embeddings=True,
         **attention,
     )
-    return Qwen3VLForConditionalGeneration(config)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
 def encode(network: Any, media: Sequence[Media]) -> list[tuple[Tensor, ...]]:
     import torch
 
-    family, model = network.config.model_type, network.model
+    family, model = network.config.model_type, network.base_model
     tensors = [{name: torch.from_numpy(np.array(a)) for name, a in medium.tensors().items()} for medium in media]
     inputs = [{name: t.to(network.device) for name, t in own.items()} for own in tensors]
     if FAMILIES[family].grid:
         return _encode_grids(model, inputs)
+    if family == "gemma4":
+        pixels, places = (torch.cat([own[name] for own in inputs]) for name in ("pixel_values", "image_position_ids"))
+        return [(part,) for part in model.get_image_features(pixels, places).pooler_output]
+    if family == "llama4":
+        sizes, dtype = [len(own["pixel_values"]) for own in inputs], network.vision_model.dtype
+        pixels = torch.cat([own["pixel_values"] for own in inputs]).to(dtype)  # the others convert them
+        tiles = network.get_image_features(pixels).last_hidden_state
+        return [(part.flatten(0, 1),) for part in network.multi_modal_projector(tiles).split(sizes)]
     if family in TILES_OF_ONE_SIZE:
         sizes = [len(own["pixel_values"]) for own in inputs]
         found = model.get_image_features(torch.cat([own["pixel_values"] for own in inputs]), **_options(network))
@@ -225,9 +286,15 @@ def smallest(network: Any) -> Media:
             "pixel_values": np.ones((merge**2, width), np.float32),
             "image_grid_thw": np.array([[1, merge, merge]]),
         }
+    elif family == "gemma4":
+        edge = vision.pooling_kernel_size
+        inputs = {
+            "pixel_values": np.ones((1, edge**2, 3 * vision.patch_size**2), np.float32),
+            "image_position_ids": np.stack(np.divmod(np.arange(edge**2), edge)[::-1], -1)[None],
+        }
     else:
         edges = vision.image_size if isinstance(vision.image_size, list | tuple) else (vision.image_size,) * 2
         pixels = np.ones((1, 3, *edges), np.float32)
-        inputs = {"pixel_values": pixels if family in TILES_OF_ONE_SIZE else pixels[None]}
+        inputs = {"pixel_values": pixels if family in (*TILES_OF_ONE_SIZE, "llama4") else pixels[None]}
         inputs |= {"image_sizes": np.array([edges]), "batch_num_images": np.array([2])}
     return Media("image", "", np.zeros((1, 1, 3), np.uint8), inputs)

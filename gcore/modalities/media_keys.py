@@ -33,7 +33,7 @@ def check_media_keys(config: Config, family: str | None) -> None:
             training.vision_lr == 0 and config.model.lora is not None and "vision" in config.model.lora.parts,
             "the adapters of the vision tower (model.lora.parts) would not learn",
         ),
-        "data.train": (config.trains_on_answers("train"), "training on stored answers reads only text"),
+        "objective": (config.objective == "reward_model", "a reward model reads only text"),
     }
     for key, (is_refused, why) in refused.items():
         if is_refused:

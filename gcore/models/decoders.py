@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gcore.content.families import FAMILIES, TEXT_ALONE
+from gcore.content.families import FAMILIES, TEXT_ALONE, Blocks
 from gcore.types import UserError
 
 
@@ -85,7 +85,7 @@ class Traits:
     scale: float  # of the logits
     cap: float | None  # then, logits become cap * tanh(logits / cap)
     forbidden: tuple[int, ...] = ()  # tokens that are never sampled: their logits are masked
-    media_blocks: bool = False  # the features of a medium attend to each other, also to later ones
+    media_blocks: Blocks = ""  # kind of the layers where the features of a medium attend to each other, later ones too
     chunk: int | None = None  # a token in a chunked layer sees the tokens of its chunk, up to itself
 
     def masks(
@@ -104,12 +104,13 @@ class Traits:
         key_at = torch.arange(seen.shape[-1], device=seen.device)
         if "sliding" in wanted:
             assert self.window is not None
-            masks[SLIDING] = seen & (key_at > query_at - self.window)
+            near = seen if blocks is None or self.media_blocks != SLIDING else seen | blocks
+            masks[SLIDING] = near & (key_at > query_at - self.window)
         if "chunked" in wanted:
             assert self.chunk is not None
             query_at, key_at = positions or (query_at, key_at)
             masks[CHUNKED] = seen & (query_at // self.chunk == key_at // self.chunk)
-        if blocks is not None:
+        if blocks is not None and self.media_blocks == "all":
             masks = {kind: mask | blocks for kind, mask in masks.items()}
         if self.additive:
             zero, lowest = torch.zeros((), dtype=dtype, device=seen.device), torch.finfo(dtype).min
@@ -151,7 +152,8 @@ def forbid(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
 def decoder_of(network: Any) -> Any:
     """The layers with embedding and last norm, without the head."""
     decoder = network.get_decoder()
-    return decoder.model if hasattr(decoder, "lm_head") else decoder  # of Llama 4
+    is_whole = decoder is network or type(decoder).__name__.endswith("ForCausalLM")  # of Llama 4
+    return decoder.model if is_whole else decoder
 
 
 def layers_of(network: Any) -> tuple[str, nn.ModuleList]:
@@ -197,8 +199,10 @@ def quantisation(config: Any) -> str | None:
 def traits_of(config: Any) -> Traits:
     """Raises UserError for models that the engine and the trainer would compute differently from transformers."""
     if (row := FAMILIES.get(config.model_type)) is not None:
-        traits = _text_traits(config.get_text_config())
-        return replace(traits, forbidden=forbidden_tokens(config), media_blocks=row.blocks)
+        text = config.get_text_config()
+        causal = row.blocks == SLIDING and text.use_bidirectional_attention is None
+        traits = replace(_text_traits(text), media_blocks="" if causal else row.blocks)
+        return replace(traits, forbidden=forbidden_tokens(config))
     if config.model_type in TEXT_ALONE:
         return replace(_text_traits(config.get_text_config()), forbidden=forbidden_tokens(config))
     return _text_traits(config)
@@ -209,7 +213,8 @@ def _text_traits(config: Any) -> Traits:
         raise _unsupported(config, "has more than a text decoder")
     if (method := quantisation(config)) not in (None, *DEQUANTISED):
         raise _unsupported(config, f"has quantised weights ({method}; expected {', '.join(DEQUANTISED)} or none)")
-    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+    both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # of media only
+    if both_ways or not getattr(config, "is_causal", True):
         raise _unsupported(config, "attends to later tokens")
     kinds = _layers(config)
     window = getattr(config, "sliding_window", None) if any(KINDS[k].mask == "sliding" for k in kinds) else None

@@ -210,7 +210,7 @@ def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scor
 def _exchange_head(network: Any) -> None:
     """One label instead of the vocabulary, as `score.weight`. Transformers has sequence classification for few of the
     families that take media."""
-    del network.lm_head
+    del (network if hasattr(network, "lm_head") else network.language_model).lm_head
     with torch.device("meta"):
         network.score = torch.nn.Linear(network.config.get_text_config().hidden_size, 1, bias=False)
 

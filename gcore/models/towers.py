@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gcore.content.families import FAMILIES, TOWERS, module_of
 from gcore.content.media import Media
+from gcore.models.decoders import decoder_of
 
 Features = tuple[Tensor, ...]  # of a medium: [places, width], for the embedding, then for layers of the decoder
 
@@ -29,7 +30,11 @@ def takes_media(network: Any) -> bool:
 
 def tower_of(network: Any) -> dict[str, Any]:
     """By name: the tower, and what projects its features to the decoder."""
-    return {f"model.{name}": module for name, module in network.model.named_children() if name in TOWERS}
+    kinds = FAMILIES[network.config.model_type].kinds
+    unused = () if "audio" in kinds else ("audio_tower",)
+    prefix = "" if network.base_model is network else "model."  # Llama 4 has no module that joins tower and decoder
+    children = network.base_model.named_children()
+    return {f"{prefix}{name}": module for name, module in children if name in TOWERS and name not in unused}
 
 
 def tower_parameters(network: Any) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def tower_parameters(network: Any) -> dict[str, Any]:
     found = {
         f"{name}.{p}": value for name, module in tower_of(network).items() for p, value in module.named_parameters()
     }
-    loose = getattr(network.model, "image_newline", None)  # of LLaVA-OneVision
+    loose = getattr(network.base_model, "image_newline", None)  # of LLaVA-OneVision
     return found if loose is None else {**found, "model.image_newline": loose}
 
 
@@ -106,15 +111,20 @@ def smallest_medium(network: Any) -> Media:
 
 def embed(network: Any, tokens_RW: Tensor, places: Sequence[Tensor], features: Sequence[Features]) -> dict[str, Any]:
     """Inputs of the decoder. `places`: of each medium, flat indices into `tokens_RW`."""
-    if not places:
-        return {"inputs_embeds": network.get_input_embeddings()(tokens_RW)}
-    at = torch.cat(list(places))
-    flat = tokens_RW.flatten().index_fill(0, at, 0)  # placeholders may have no embedding
+    config, decoder = network.config.get_text_config(), decoder_of(network)
+    at = torch.cat(list(places)) if places else tokens_RW.new_zeros(0)
+    # placeholders may have no embedding
+    flat = tokens_RW.flatten().index_fill(0, at, getattr(config, "pad_token_id", None) or 0)
+    more = {}
+    if getattr(config, "hidden_size_per_layer_input", 0):  # of Gemma, a second embedding for each layer
+        more["per_layer_inputs"] = decoder.get_per_layer_inputs(flat.view(tokens_RW.shape), None)
     embeds = network.get_input_embeddings()(flat)
+    if not places:
+        return {"inputs_embeds": embeds.view(*tokens_RW.shape, -1), **more}
     order = at.argsort()  # of the mask below, which has no order of its own
     layers = [torch.cat(parts)[order].to(embeds.dtype) for parts in zip(*features, strict=True)]
     embeds = embeds.index_copy(0, at[order], layers[0])
-    inputs = {"inputs_embeds": embeds.view(*tokens_RW.shape, -1)}
+    inputs = {"inputs_embeds": embeds.view(*tokens_RW.shape, -1), **more}
     if len(layers) > 1:
         seen = torch.zeros(tokens_RW.numel(), dtype=torch.bool, device=tokens_RW.device)
         inputs |= {"visual_pos_masks": seen.index_fill(0, at, True).view(tokens_RW.shape)}

@@ -25,6 +25,7 @@ from gcore.types import Message
 
 COLUMNS = {column: kind for kind, row in KINDS.items() for column in row.columns}
 MARKS = re.compile(f"({'|'.join(f'<{kind}>' for kind in KINDS)})")  # in the text of verl's prompts
+FILE_OF_MEDIA = re.compile(r"^\S*\.(png|jpe?g|webp|gif|bmp|mp4|wav|mp3|flac)$|^data:(image|video|audio)/", re.I)
 URL_BYTES, URL_SECONDS = 64 << 20, 20
 
 
@@ -40,6 +41,18 @@ class Value:
 def has_media(row: Mapping[str, Any], messages: Any = ()) -> bool:
     """Whether a row has media: in its columns, or in the parts of its messages."""
     return bool(_column_values(row)) or any(media_parts(m.get("content")) for m in messages if isinstance(m, Mapping))
+
+
+def unread_media(row: Mapping[str, Any]) -> str:
+    """A column that holds media under a name that is not read; empty: there is none."""
+    for name, value in row.items():
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(first, Mapping):  # as datasets of Hugging Face store them
+            first = first.get("bytes") or first.get("path")
+        looks = isinstance(first, str) and FILE_OF_MEDIA.search(first)
+        if name not in COLUMNS and (looks or isinstance(first, bytes) or hasattr(first, "getbands")):
+            return name
+    return ""
 
 
 def media_parts(content: Any) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 from gcore import hub
 from gcore.config.base import Model
 from gcore.config.engines import DEFAULT_ENGINE, ENGINES, engines_taking
-from gcore.content.families import FAMILIES, KINDS, TEXT_ALONE, built_family, module_of
-from gcore.content.processor import MediaProcessor
+from gcore.content.families import FAMILIES, KINDS, TEXT_ALONE, UNSUPPORTED, built_family, module_of
+from gcore.content.processor import KindProcessor, MediaProcessor
 from gcore.types import UserError
 
 
@@ -34,8 +34,8 @@ def media_family(model: Model, key: str = "model") -> str | None:
     sections = {row.tower: KINDS[row.kinds[0]].plural for row in FAMILIES.values()}
     if taken := [what for section, what in sections.items() if section in config]:
         raise UserError(
-            f"{key}.path={model.path}: takes {taken[0]} and is of type {kind}; expected one of {', '.join(FAMILIES)}, "
-            "or a model of text"
+            f"{key}.path={model.path}: takes {taken[0]} and is of type {kind}{UNSUPPORTED.get(kind, '')}; expected one "
+            f"of {', '.join(FAMILIES)}, or a model of text"
         )
     return None
 
@@ -44,17 +44,16 @@ def load_processor(
     model: Model, tokenizer: Any, folder: Path | None, key: str = "model", engine: str = DEFAULT_ENGINE
 ) -> MediaProcessor | None:
     """The processor of a model that takes media, else None. `folder`: where it stores arrays and tensors. `engine`: of
-    the model; media that it cannot take are refused."""
+    the model; media that it cannot take are refused, and all media if a file or a package is missing."""
     family = media_family(model, key)
     if family is None:
         return None
-    if "image" in FAMILIES[family].kinds and importlib.util.find_spec("PIL") is None:
-        raise UserError(f"{key}: a model that takes images needs Pillow: pip install 'gcore-rl[vision]'")
-    module = module_of(family)
-    if model.build is not None:
-        kinds = module.built_processors(model.build, tokenizer)
-    else:
-        kinds = module.processors(family, hub.model_folder(model), tokenizer)
+    try:
+        kinds = _kinds(family, model, tokenizer)
+    except UserError as error:
+        if key != "model":  # of a judge that would see
+            raise UserError(f"{key}: {error}") from None
+        return MediaProcessor(family, tokenizer, {}, folder, dict.fromkeys(FAMILIES[family].kinds, str(error)))
     traits = ENGINES[engine]
     taken = " and ".join(row.plural for kind, row in KINDS.items() if traits.takes(kind)) or "text"
     refused = {
@@ -63,3 +62,12 @@ def load_processor(
         if not traits.takes(kind)
     }
     return MediaProcessor(family, tokenizer, kinds, folder, refused)
+
+
+def _kinds(family: str, model: Model, tokenizer: Any) -> dict[str, KindProcessor]:
+    """UserError if a package or a file is missing."""
+    if "image" in FAMILIES[family].kinds and importlib.util.find_spec("PIL") is None:
+        raise UserError("Pillow is not installed: pip install 'gcore-rl[vision]'")
+    if model.build is not None:
+        return module_of(family).built_processors(model.build, tokenizer)
+    return module_of(family).processors(family, hub.model_folder(model), tokenizer)

@@ -136,7 +136,8 @@ def check_media(row: Mapping[str, Any], key: str) -> None:
         if value is not None and not (isinstance(value, Sequence | Mapping) and not value):
             raise UserError(
                 f"{key}: column {name!r} holds {short(value)}; expected text only, because the model takes no "
-                f"{KINDS[COLUMNS[name]].plural} (use a model that does, or remove or rename the column)"
+                f"{KINDS[COLUMNS[name]].plural}, or learns stored answers (remove or rename the column, or use a model "
+                "that does)"
             )
     for name in PROMPTS:
         messages = row.get(name)

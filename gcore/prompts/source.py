@@ -68,8 +68,6 @@ class Templater:
         self._stops, self._scored = stops, scored
         self._processor, self._reader = processor, MediaReader(data.media, media_folder(self.spec))
         self.media = processor.kinds if processor is not None else frozenset[str]()  # of prompts
-        if processor is not None and not self._chat:
-            raise no_template("a model that takes media")
         if data.system_prompt is not None and not self._chat:
             raise no_template("data.system_prompt")
 
@@ -89,8 +87,13 @@ class Templater:
         bos. With media: messages have them as parts without content. Raises BadMedia if one cannot be used.
         """
         messages = self.messages(row)
-        if self._processor is not None:
+        if self._processor is None:
+            check_media(row, self.key)
+        else:
             messages, values = messages_with_media(row, messages)
+            if values and not self._chat:
+                raise no_template(f"{self.key}: a prompt with media")
+        if self._processor is not None and self._chat:
             text = self._text(messages)
             try:
                 return messages, text, self._processor.content(text, self._reader.read(values))
@@ -98,7 +101,6 @@ class Templater:
                 raise
             except UserError as error:
                 raise BadMedia(f"{self.key}: {error}") from None
-        check_media(row, self.key)
         if self._chat:
             text = self._text(messages)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -10,6 +10,7 @@ from typing import Any
 from gcore import hub, user_files
 from gcore.config.base import Model
 from gcore.content.families import FAMILIES, built_family
+from gcore.content.processor import read_json
 from gcore.types import UserError
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -25,6 +26,10 @@ MEDIA_TEMPLATE = (
 )
 # tokens usable for padding, in order of preference: made for padding, or in no text
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>", "<|endoftext|>")
+
+# In tokenizer_config.json: tokenizer.json says all. AutoTokenizer would give a model of some families (qwen2, qwen3_5)
+# the rules of its family, which drop the spaces of a tokenizer with one token per character.
+AS_IT_IS = "TokenizersBackend"
 
 
 def load_tokenizer(model: Model, key: str = "model", *, chat: bool = False) -> Any:
@@ -120,15 +125,18 @@ def build_char_tokenizer(alphabet: str) -> Any:
 
 
 def _from_folder(folder: Path, key: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # transformers builds an empty tokenizer if there is only config.json, so check the files first
     if not hub.has_vocabulary(folder) and not (trust_remote_code and any(folder.glob("*.py"))):
         raise UserError(
             f"{key}: no tokenizer in {folder}; expected tokenizer.json or similar files (or set model.tokenizer)"
         )
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        if read_json(folder / "tokenizer_config.json").get("tokenizer_class") == AS_IT_IS:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
+        return AutoTokenizer.from_pretrained(str(folder), **options)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for files it cannot read
         cause = " ".join(str(error).split())[:300]
         raise UserError(f"{key}: the tokenizer in {folder} does not load: {cause} (or set model.tokenizer)") from error

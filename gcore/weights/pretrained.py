@@ -156,10 +156,15 @@ def _same(network: Any, name: str) -> list[str]:
     return sorted({name, first, *(n for n, other in tied.items() if other == first)}, key=lambda n: n != name)
 
 
+def left_out(network: Any, name: str) -> bool:
+    """True for tensors of this kind of model that transformers does not read."""
+    return any(re.search(pattern, name) for pattern in network._keys_to_ignore_on_load_unexpected or ())
+
+
 def _ignored(network: Any, name: str) -> bool:
     """True for tensors that transformers leaves out when it reads a checkpoint of this model."""
-    patterns = [*(network._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
-    return any(re.search(pattern, name) for pattern in patterns)
+    computed = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+    return left_out(network, name) or any(re.search(pattern, name) for pattern in computed)
 
 
 def _check_tied(network: Any, model: Model, files: WeightFiles) -> None:

@@ -1,5 +1,5 @@
-"""Videos of Qwen2.5-VL and Qwen3-VL: patches, the text of the prompt, positions, engine and trainer, against
-transformers' own joint forward pass over one sequence.
+"""Videos of Qwen-VL: patches, the text of the prompt, positions, engine and trainer, against transformers' own joint
+forward pass over one sequence.
 
 transformers cannot process videos without torchvision, so pixels are compared with plain loops. docs/vision.md has a
 comparison with its video processors.
@@ -7,6 +7,7 @@ comparison with its video processors.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from gcore.training.media_model import MediaLogprobModel
 from gcore.types import Pixels, UserError
 from tests.vision_families import HALF, VIDEOS, MediaWorld, computed, made_once, off, picture, save
 
-CLOSE = 1e-5
+CLOSE = {"qwen3_5": 5e-5}  # with a delta rule: as in test_families.py
 FAMILIES = list(VIDEOS)
 
 
@@ -222,14 +223,15 @@ def test_engine_and_trainer_are_the_joint_forward_pass(family: str, worlds: Call
     keys = list(world.samples)
     expected = {key: world.reference(world.samples[key]) for key in keys}
     for key in keys:
-        assert off(world.samples[key].rollout_logprobs_S, expected[key]) < CLOSE
+        assert off(world.samples[key].rollout_logprobs_S, expected[key]) < CLOSE.get(family, 1e-5)
     critic = world.critic()
     values = {key: world.reference(world.samples[key], critic.network.score.weight[0]) for key in keys}
+    model = MediaLogprobModel(copy.deepcopy(world.network))
     for rows in ([keys[:3], keys[3:6], keys[6:]], [[key] for key in keys], [keys]):
-        model = MediaLogprobModel(world.network)
+        model.encoded = 0
         for model_, wanted in ((model, expected), (critic, values)):
             found = computed(model_, world.samples, rows)
-            assert max(off(found[key], wanted[key]) for key in keys) < CLOSE
+            assert max(off(found[key], wanted[key]) for key in keys) < CLOSE.get(family, 1e-5)
         assert model.encoded == 6
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from gcore.config.base import Model
 from gcore.config.tree import Config
@@ -25,7 +25,7 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.rewarding.rules import text_of
 from gcore.runtime.local import LocalGroup
 from tests.e2e.helpers import RECIPE, environment, gcore, held, rows, steps, untimed, write_recipe
-from tests.vision_families import picture
+from tests.vision_families import picture, save
 
 DIGITS = {"task": "digits", "size": 40, "args": {"count": 2, "answer": "sum"}}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "layers": 1, "heads": 2}
@@ -38,6 +38,8 @@ SMALL: dict[str, Any] = {
     },
     "algorithm": {"kl_coef": 0.05, "mini_batches": 2},
 }
+NAMED = {"train": [{"prompt": "1+2=", "answer": "3", "picture": "pictures/12.png"}], "max_prompt_length": 24}
+PARTS, WEIGHTS = ("text", "vision"), "model.safetensors"
 TEXT = {"build": {**RECIPE["model"]["build"], "max_length": 48}}
 
 
@@ -65,6 +67,10 @@ def test_any_number_of_controllers(tmp_path, one, controllers):
 
 def brightness(prompts: Any, completions: Any, images: Any, **_: Any) -> list[float]:
     return [float(own[0].read().mean()) / 255 for own in images]
+
+
+def variety(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    return [float(len(set(text_of(completion)))) for completion in completions]
 
 
 def length(prompts: Any, completions: Any, images: Any, **_: Any) -> list[float]:
@@ -169,7 +175,7 @@ def test_kill_and_resume(tmp_path, one):
     ("top", "message"),
     [
         ({"model": TEXT}, "column 'images' holds"),
-        ({"data": RECIPE["data"]}, "no image in 80 rows, and the model takes images"),
+        ({"data": NAMED}, "the column 'picture' holds media (row 0); expected them in the column image or images"),
         ({"data": {**SMALL["data"], "media": {"max_pixels": 100}}}, "of 40 rows have media that cannot be used"),
         ({"training": {"vision_lr": 1e-3}, "model": TEXT, "data": RECIPE["data"]}, "training.vision_lr"),
         ({"training": {"context_parallel": 2}}, "training.context_parallel=2"),
@@ -181,6 +187,50 @@ def test_what_does_not_fit_is_refused_before_the_start(tmp_path, top, message):
     assert ended.returncode == 2 and message in ended.stderr, ended.stdout + ended.stderr
     assert ended.stderr.count("\n") == 1
     assert not (tmp_path / "runs" / "tiny" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        *(("qwen3_5", how) for how in ("whole", "lora", "sft")),
+        ("qwen3_5_moe", "lora"),
+        ("gemma4", "whole"),
+        ("llama4", "whole"),
+    ],
+)
+def test_text_alone_trains_a_model_that_could_see(tmp_path, family, how):
+    """A model as it is downloaded: its outer configuration, with a tower. It is exported under the same names."""
+    source, later = save(family, tmp_path / "model"), {}
+    if "qwen3_5" in family:  # layers that transformers does not read
+        later = {"mtp.fc.weight": np.ones((2, 3), np.float32)}
+        save_file({**load_file(source / WEIGHTS), **later}, source / WEIGHTS, {"format": "pt"})
+    if how == "whole":  # a base model, which reads prompts as they are
+        (source / "chat_template.jinja").unlink()
+    if how == "lora":  # without the settings of its processor
+        (source / "preprocessor_config.json").unlink()
+    model = {"path": str(source), **({"lora": {"rank": 2}} if how == "lora" else {})}
+    functions = [{"name": "variety", "path": "tests.e2e.test_vision:variety"}]
+    more = {"objective": "sft"} if how == "sft" else {"rewards": {"functions": functions}}
+    recipe = write_recipe(tmp_path, **{**RECIPE, "model": model, **more})
+    ended = gcore("train", str(recipe), "runtime=local", "run.steps=2", "training.warm_start=null")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "data.train: no image in 80 rows: the model takes images, and reads text alone here" in ended.stdout
+    found = steps(rows(tmp_path / "runs" / "tiny"))
+    assert len(found) == 2
+    if how != "sft":
+        assert max(row["rollout/logprob_diff_max"] for row in found) < 5e-5  # with a delta rule
+    assert gcore("export", str(tmp_path / "runs" / "tiny"), str(tmp_path / "hf")).returncode == 0
+    before, after = load_file(source / WEIGHTS), load_file(tmp_path / "hf" / WEIGHTS)
+    if later:
+        after |= load_file(tmp_path / "hf" / "model-left-out.safetensors")
+        index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == after.keys()
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert after.keys() == before.keys() and changed and not any("vis" in name for name in changed)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "hf")]
+    for config in (*configs, *(config[f"{part}_config"] for config in configs for part in PARTS)):
+        config.pop("dtype", None)
+    assert configs[0] == configs[1] and configs[0]["architectures"][0].endswith("ForConditionalGeneration")
 
 
 def test_an_export_is_a_folder_that_a_run_can_start_from(tmp_path):

@@ -1,5 +1,7 @@
 """`gcore doctor --families`: a row per family, from a small network of it that is run."""
 
+import torch
+
 from gcore.cli import main
 
 
@@ -13,15 +15,24 @@ def rows(capsys, *names: str) -> dict[str, list[str]]:
 def test_what_works_and_why_not(capsys):
     table = rows(capsys, "qwen3", "qwen3_5_text", "nemotron_h", "deepseek_v32", "mamba", "gpt2", "bert")
     header = table.pop("family")
-    assert header == ["layers", "engine", "trainer", "LoRA", "tensor parallel", "context parallel", "Megatron"]
-    assert table["qwen3"] == ["full", "yes", "yes", "yes", "yes", "yes", "yes"]
-    assert table["qwen3_5_text"][:4] == ["full, linear", "yes", "yes", "yes"]
-    assert table["qwen3_5_text"][5] == "no: has layers of kind linear_attention"
-    assert table["nemotron_h"][:4] == ["full, linear, mlp, moe", "yes", "yes", "yes"]
+    assert header == ["layers", "engine", "trainer", "media", "LoRA", "tensor parallel", "context parallel", "Megatron"]
+    assert table["qwen3"] == ["full", "yes", "yes", "", "yes", "yes", "yes", "yes"]
+    assert table["qwen3_5_text"][:5] == ["full, linear", "yes", "yes", "", "yes"]
+    assert table["qwen3_5_text"][6] == "no: has layers of kind linear_attention"
+    assert table["nemotron_h"][:5] == ["full, linear, mlp, moe", "yes", "yes", "", "yes"]
     assert table["deepseek_v32"][:3] == ["indexed", "yes", "yes"]
     assert table["mamba"][1] == "no: has layers of kind linear_attention"
     assert table["gpt2"][1].startswith("no: gives packed samples different logprobs")
     assert table["bert"][1].startswith("no: ")
+
+
+def test_models_that_take_media(capsys, monkeypatch):
+    table = rows(capsys, "qwen3_5", "gemma4", "llama4", "qwen2_audio", "gemma3n")
+    assert table["qwen3_5"][:5] == ["full, linear", "yes", "yes", "images, videos", "yes"]
+    assert table["gemma4"][3] == table["llama4"][3] == "images" and "timm" in table["gemma3n"][1]
+    assert table["qwen2_audio"][3] == "audio clips"
+    monkeypatch.setattr("gcore.generation.media_prefill.encode", lambda network, _: [(torch.zeros(1, 32),)])  # blind
+    assert rows(capsys, "qwen3_5")["qwen3_5"][3].startswith("no: logprobs differ by")
 
 
 def test_a_name_that_transformers_does_not_know(capsys):

@@ -64,8 +64,11 @@ def test_char_tokenizer_is_one_token_a_character(tokenizer):
     assert tokenizer("2é", add_special_tokens=False)["input_ids"] == [ids["2"], ids["<unk>"]]
 
 
-def test_char_tokenizer_survives_saving(tokenizer, saved):
-    again = load_tokenizer(Model(path=str(saved)))
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_5"])  # the last two have rules of their own
+def test_char_tokenizer_survives_saving(family, tokenizer, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / family)
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    again = load_tokenizer(Model(path=str(folder)))
     text = "<bos>12 + (3)=<eos>"
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert again(text, add_special_tokens=False)["input_ids"] == tokens

@@ -38,15 +38,20 @@ from tests.e2e.test_audio import BUILD as HEARING
 from tests.e2e.test_vision import SMALL
 from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import config_of
-from tests.unit.test_vision_training import CPU, config_with, contents, network_of, samples_of
+from tests.unit.test_vision_training import CPU, contents, network_of, samples_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 IMAGES = [[0, 1], [], [2], [3, 4, 5], [], [0]]  # seeds of the pictures of each prompt
+DELTA = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+DELTA |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+QWEN3_5 = {"architecture": "qwen3_5_text", "config": {**DELTA, "layer_types": ["linear_attention", "full_attention"]}}
+DELTA_RULE = {"build": {**SMALL["model"]["build"], **QWEN3_5}}
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {},
     "adapters": {"lora": {"rank": 4, "parts": ["text", "vision"]}},
     "critic": {},
     "audio": {"build": HEARING},
+    "delta rule": DELTA_RULE,
 }
 
 
@@ -209,10 +214,11 @@ def test_a_model_of_text_has_no_tower_to_adapt():
 # --- gradients
 
 
-def test_gradients_are_those_of_the_joint_forward_pass(tmp_path: Path):
+@pytest.mark.parametrize("build", [SMALL["model"], DELTA_RULE], ids=["qwen3_vl", "qwen3_5"])
+def test_gradients_are_those_of_the_joint_forward_pass(tmp_path: Path, build: dict[str, Any]):
     """Packed rows, images that siblings share, and features that enter the decoder twice: the gradient of every
     parameter is that of transformers' own forward pass over one sample at a time."""
-    config = config_with()
+    config = config_of(model=build, data=SMALL["data"])
     network, reference = network_of(config), network_of(config)
     samples = {s.key: s for s in samples_of(contents(config, tmp_path, [[0, 1], [2], [1]]))}
     model = MediaLogprobModel(network)
