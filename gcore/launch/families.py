@@ -1,7 +1,8 @@
-"""`gcore doctor --families`: which families of the installed transformers engine and trainer support.
+"""`gcore doctor --families`: which families of the installed transformers engines and trainer support.
 
 A small network of each family, with random weights, is sampled by the embedded engine, and its samples are packed as
-in training; logprobs of both are compared with the forward pass of transformers.
+in training; logprobs of both are compared with the forward pass of transformers. What vLLM and SGLang serve is read
+from their registries; nothing is run there.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from gcore.config.base import Lora
+from gcore.config.engines import ENGINES
+from gcore.generation.served import class_of, registry, served_by
 from gcore.types import UserError
 
 CLOSE = 1e-3  # of logprobs in float32, in the mean: another kind of attention or position changes them by more
 LAYERS, VOCABULARY = 4, 64
+LIBRARIES = [name for name, traits in ENGINES.items() if traits.registry]
 SMALL: dict[str, Any] = {  # keys of config.json -> sizes of the small network, where the family has the key
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size"), 32),
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_dim", "n_inner", "ffn_hidden_size"), 48),
@@ -50,7 +54,8 @@ def families() -> list[str]:
 def report(names: Sequence[str]) -> int:
     """Prints the table, in Markdown. Returns the number of families that are not supported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    columns = ("family", "layers", "engine", "trainer", "LoRA", "tensor parallel", "context parallel", "Megatron")
+    columns = ["family", "layers", "embedded", "trainer", "LoRA", "tensor parallel", "context parallel", "Megatron"]
+    columns += [registry(name).header for name in LIBRARIES]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     refused = 0
     for name in names:
@@ -71,6 +76,7 @@ def row_of(name: str) -> list[str]:
     from gcore.training.context import choose_method
     from gcore.training.tensor_parallel import check as check_tensor
 
+    libraries = [_served(engine, name) for engine in LIBRARIES]
     try:
         config = _small(name)
         kinds = ", ".join(sorted({kind.removesuffix("_attention") for kind in traits_of(config).kinds}))
@@ -81,7 +87,7 @@ def row_of(name: str) -> list[str]:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         check_network(network)
     except Exception as error:  # of any library code; a family that cannot be made small is not supported either
-        return ["", f"no: {_line(error)}", "no", "", "", "", ""]
+        return ["", f"no: {_line(error)}", "no", "", "", "", "", *libraries]
     checks = {
         "engine": lambda: _sampled(network),
         "trainer": lambda: _packed(network),
@@ -90,7 +96,7 @@ def row_of(name: str) -> list[str]:
         "context": lambda: choose_method(config, 2, 1, "auto") and None,
         "Megatron": lambda: check_family(config.model_type),
     }
-    return [kinds, *(_cell(check) for check in checks.values())]
+    return [kinds, *(_cell(check) for check in checks.values()), *libraries]
 
 
 def _cell(check: Any) -> str:
@@ -101,6 +107,15 @@ def _cell(check: Any) -> str:
     if difference is None:
         return "yes"
     return "yes" if difference < CLOSE else f"no: logprobs differ by {difference:.1g}"
+
+
+def _served(engine: str, family: str) -> str:
+    try:
+        how = served_by(engine, family, class_of(family))
+    except UserError as error:
+        outer = re.search(r"of type (\S+) \((\w+)\),", str(error))
+        return f"no: only as part of {outer[1]}" if outer else "no"
+    return "yes" if how == "its own" else f"yes, by {how}"
 
 
 def _line(error: Exception) -> str:
