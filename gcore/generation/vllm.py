@@ -34,7 +34,6 @@ from gcore.generation.vllm_core import (
     is_cpu,
     keep_logprobs_untruncated,
     load_in_place,
-    media_weights,
     open_core,
     reload_packed,
     shut_core,
@@ -44,7 +43,7 @@ from gcore.generation.vllm_core import (
 from gcore.generation.vllm_run import DecodeRuns, NewTokens, generated
 from gcore.models.decoders import forbidden_tokens
 from gcore.types import Finish, Floats, Request, UserError
-from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
+from gcore.weights.receiver import FolderWeights, WeightReceiver, base_of
 
 NEVER = -100.0  # the lowest logit bias of vLLM; a probability of at most e^-100 is lost
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -65,6 +64,7 @@ class VllmBackend(DecodeBackend):
         self._folder, self.options = folder, options
         self.core: Any = None
         self._runs: DecodeRuns | None = None
+        self._weights: FolderWeights  # set by `open`
         self._jobs: dict[str, Job] = {}  # by request id in the core
         self.jobs = self._jobs.values()
         self._num_added = self._num_loads = 0
@@ -84,10 +84,9 @@ class VllmBackend(DecodeBackend):
         self._accepts_images = bool(getattr(config, "is_multimodal_model", False))
         self._never = dict.fromkeys(forbidden_tokens(config.hf_config) if self._accepts_images else (), NEVER)
         self._frees = options.sleep and not is_cpu()
-        shapes, device = shapes_of(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
-        seen, stored = media_weights(self._folder) if shapes and self._accepts_images else ({}, {})
-        shapes = seen or shapes
-        base = base_of(self._folder, shapes, options.adapters, device, config.dtype, whole, stored or None)
+        self._weights, device = FolderWeights(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
+        shapes, stored = self._weights.shapes, self._weights.stored
+        base = base_of(self._folder, shapes, options.adapters, device, config.dtype, whole, stored)
         memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
         return WeightReceiver(shapes, base, whole), memory
 
@@ -234,7 +233,8 @@ class VllmBackend(DecodeBackend):
     # ---- weights and memory ---------------------------------------------------------------------------------------
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: int, last: bool) -> None:
-        self.core.collective_rpc(reload_packed if is_cpu() else load_in_place, args=(list(tensors.items()),))
+        stored = self._weights.as_stored(tensors, last)
+        self.core.collective_rpc(reload_packed if is_cpu() else load_in_place, args=(list(stored.items()),))
 
     def finish_load(self) -> Collection[Job]:
         self._num_loads += 1

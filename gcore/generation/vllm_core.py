@@ -27,16 +27,14 @@ from typing import Any
 import torch
 
 from gcore.config.engines import DEFAULT_ENGINE
-from gcore.content.families import FAMILIES
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
 from gcore.generation.sleep import GIB
 from gcore.generation.spec import LibraryOptions
 from gcore.generation.vllm_run import PLANNED_STEPS
-from gcore.models.networks import auto_class
 from gcore.types import Request, UserError
-from gcore.weights.pretrained import WeightFiles, file_names
 
+log = logging.getLogger(__name__)
 OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch's: CUDA libraries, NCCL
 
 
@@ -92,6 +90,9 @@ def open_core(folder: Path, options: LibraryOptions) -> Any:
     with _threads_and_memory() if is_cpu() else own_memory():
         try:
             model = arguments.create_model_config()
+            if model.has_inner_state:  # cached at the ends of large blocks only, which decoding runs would miss
+                arguments.enable_prefix_caching = False
+                log.warning("%s keeps states: vLLM computes a shared prompt once per sample", model.architecture)
             if model.is_multimodal_model:  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False
             elif options.decode_steps > 1 and options.tensor_parallel == 1 and not is_cpu():
@@ -197,20 +198,6 @@ def is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def media_weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Of the network in a folder, if it takes images; else empty: shapes of its parameters, tied ones once, and the
-    names of its tensors in the files. Trainers send weights by the names of the network. Those of the files often
-    differ: transformers renames them."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    if config.model_type not in FAMILIES:
-        return {}, {}
-    with torch.device("meta"):
-        network = auto_class(config).from_config(config)
-    return {n: tuple(p.shape) for n, p in network.named_parameters()}, file_names(network, WeightFiles(folder))
 
 
 def with_images(

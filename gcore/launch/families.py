@@ -1,7 +1,8 @@
-"""`gcore doctor --families`: which families of the installed transformers engine and trainer support.
+"""`gcore doctor --families`: which families of the installed transformers engines and trainer support.
 
 A small network of each family, with random weights, is sampled by the embedded engine, and its samples are packed as
-in training; logprobs of both are compared with the forward pass of transformers.
+in training; logprobs of both are compared with the forward pass of transformers. What vLLM and SGLang serve is read
+from their registries; nothing is run there.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from gcore.config.base import Lora
+from gcore.config.engines import ENGINES
 from gcore.content.families import FAMILIES, KINDS, UNSUPPORTED
+from gcore.generation.served import class_of, registry, served_by
 from gcore.types import UserError
 
 CLOSE = 1e-3  # of logprobs in float32, in the mean: another kind of attention or position changes them by more
 LAYERS, VOCABULARY = 4, 64
+LIBRARIES = [name for name, traits in ENGINES.items() if traits.registry]
 SMALL: dict[str, Any] = {  # keys of config.json -> sizes of the small network, where the family has the key
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size"), 32),
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_dim", "n_inner", "ffn_hidden_size"), 48),
@@ -67,7 +71,8 @@ def report(names: Sequence[str]) -> int:
     """Prints the table, in Markdown. Returns the number of families that are not supported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     checked = ("LoRA", "tensor parallel", "context parallel", "Megatron")
-    columns = ("family", "layers", "engine", "trainer", "media", *checked)
+    columns = ["family", "layers", "embedded", "trainer", "media", *checked]
+    columns += [registry(name).header for name in LIBRARIES]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     refused = 0
     for name in names:
@@ -87,6 +92,7 @@ def row_of(name: str) -> list[str]:
     from gcore.training.context import choose_method
     from gcore.training.tensor_parallel import check as check_tensor
 
+    libraries = [_served(engine, name) for engine in LIBRARIES]
     try:
         config = _small(name)
         kinds = ", ".join(sorted({kind.removesuffix("_attention") for kind in traits_of(config).kinds}))
@@ -98,7 +104,7 @@ def row_of(name: str) -> list[str]:
         without_dropout(network)
         check_network(network)
     except Exception as error:  # of any library code; a family that cannot be made small is not supported either
-        return ["", f"no: {_line(error)}", "no", "", "", "", "", ""]
+        return ["", f"no: {_line(error)}", "no", "", "", "", "", "", *libraries]
     checks = {
         "engine": lambda: _sampled(network),
         "trainer": lambda: _packed(copy.deepcopy(network)),  # it changes recurrent layers
@@ -113,7 +119,7 @@ def row_of(name: str) -> list[str]:
     cells = {name: _cell(check) for name, check in checks.items()}
     if cells["media"] == "yes":
         cells["media"] = ", ".join(KINDS[kind].plural for kind in FAMILIES[name].kinds) if name in FAMILIES else ""
-    return [kinds, *cells.values()]
+    return [kinds, *cells.values(), *libraries]
 
 
 def _takes_media() -> None:
@@ -128,6 +134,15 @@ def _cell(check: Any) -> str:
     if difference is None:
         return "yes"
     return "yes" if difference < CLOSE else f"no: logprobs differ by {difference:.1g}"
+
+
+def _served(engine: str, family: str) -> str:
+    try:
+        how = served_by(engine, family, class_of(family))
+    except UserError as error:
+        outer = re.search(r"of type (\S+) \((\w+)\),", str(error))
+        return f"no: only as part of {outer[1]}" if outer else "no"
+    return "yes" if how == "its own" else f"yes, by {how}"
 
 
 def _line(error: Exception) -> str:

@@ -33,6 +33,7 @@ from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
 from gcore.content.families import KINDS
 from gcore.content.media import BadMedia
+from gcore.generation.served import check_served
 from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import Roles, quiet
 from gcore.launch.build_rewarder import build_rewarder
@@ -315,6 +316,8 @@ def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) ->
                 rewarder.check(data.prompt.columns)
     finally:
         rewarder.close()
+    for key, judge in config.rewards.engine_judges_by_key.items():
+        check_served(judge.model, judge.engine, f"{key}.model")
     kind.check_network()
     if config.training.device == "cuda" and not Cluster(plan.nodes).is_joined:
         from gcore.models.networks import pick_device

@@ -15,6 +15,7 @@ from gcore.content.families import FAMILIES
 from gcore.content.text import ConversationModality, TextModality
 from gcore.cost.shapes import model_shape
 from gcore.cost.workload import CostModel
+from gcore.generation.served import check_served
 from gcore.generation.spec import EngineSpec, make_engine
 from gcore.modalities.media_keys import check_media_keys
 from gcore.modalities.router_replay import model_type, replay_warning, replays_experts
@@ -70,6 +71,8 @@ class Language:
         """Built models of common architectures without adapters need no check. A trainer rank of a reward model loads
         a language model or a scorer."""
         config = self.config
+        if config.generates:
+            check_served(config.model, config.generation.engine, "model")
         if config.objective == "reward_model" or config.training.emulated is not None:
             return
         build = config.model.build

@@ -117,11 +117,17 @@ def _match(network: Any, files: WeightFiles) -> tuple[Mapping[str, str] | None, 
     return names, ""
 
 
-def conversions(network: Any) -> list[Any]:
-    """What transformers changes when it reads or writes a checkpoint of this kind of model: names and tensors."""
+def conversions(network: Any, files: Iterable[str] | None = None) -> list[Any]:
+    """What transformers changes when it reads or writes a checkpoint of this kind of model: names and tensors. `files`:
+    the names in one checkpoint, which may not have the prefixes that others have."""
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
 
-    return list(get_model_conversion_mapping(network, add_legacy=False))
+    def absent(change: Any) -> bool:
+        patterns = change.source_patterns if isinstance(change, PrefixChange) and files is not None else ()
+        return bool(patterns) and not any(re.search(pattern, name) for pattern in patterns for name in files or ())
+
+    return [c for c in get_model_conversion_mapping(network, add_legacy=False) if not absent(c)]
 
 
 def file_names(network: Any, files: WeightFiles) -> dict[str, str]:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.models.networks import LORA_A, LORA_B, Adapters
+from gcore.models.networks import LORA_A, LORA_B, Adapters, auto_class
 from gcore.protocols import Weights
 from gcore.types import UserError
 from gcore.weights.bucket import unpack_bucket
-from gcore.weights.pretrained import WeightFiles
+from gcore.weights.pretrained import WeightFiles, conversions, file_names
 
 CHUNK_BYTES = 2**29  # limit of merged matrices held at a time
 Shapes = Mapping[str, tuple[int, ...]]
@@ -163,12 +163,51 @@ def receiver_in_process(parameters: Mapping[str, Tensor], adapters: Adapters | N
 # ---- the checkpoint folder that an engine starts from
 
 
-def shapes_of(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of the checkpoint, tied ones once; empty if it has no safetensors."""
-    shapes = dict(WeightFiles(folder).shapes)
-    if getattr(config, "tie_word_embeddings", False):
-        shapes.pop("lm_head.weight", None)
-    return {name: shape for name, shape in shapes.items() if not name.endswith(".inv_freq")}
+class FolderWeights:
+    """Weights by the names of transformers' network, which trainers send, and as files have them, which libraries load:
+    with other names, and stacked tensors in parts.
+
+    FolderWeights(folder, config).as_stored({"model.layers.0.mlp.experts.down_proj": tensor}, last=False)
+        -> {"model.layers.0.mlp.experts.0.down_proj.weight": part, ...}"""
+
+    def __init__(self, folder: Path, config: Any = None) -> None:
+        """`config`: of the decoder, for a model that transformers does not have."""
+        files, network = WeightFiles(folder), _empty_network(folder)
+        self.shapes = dict(files.shapes)  # of the parameters in the network, tied ones once; empty: no safetensors
+        self.stored = {name: name for name in files.shapes}  # name in the network -> name in the files
+        self._network, self._frozen = network, dict[str, Tensor]()  # what no trainer sends, and a sleep may drop
+        if network is None:
+            if getattr(config, "tie_word_embeddings", False):
+                self.shapes.pop("lm_head.weight", None)
+            self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(".inv_freq")}
+            return
+        self.stored = file_names(network, files)
+        self.shapes = {n: tuple(p.shape) for n, p in network.named_parameters()} if files.shapes else {}
+        buffers = sorted(self.stored[name] for name, _ in network.named_buffers() if name in self.stored)
+        self._frozen = {name: files.read(name) for name in buffers}
+        network._weight_conversions = conversions(network, files.shapes)
+
+    def as_stored(self, tensors: Mapping[str, Tensor], last: bool) -> dict[str, Tensor]:
+        """These tensors as the library loads them; with the `last` ones of an update, those that never change."""
+        renamed = {self.stored[name]: tensor for name, tensor in tensors.items() if name in self.stored}
+        others = {name: tensor for name, tensor in tensors.items() if name not in self.stored}
+        if others and self._network is not None:
+            from transformers.core_model_loading import revert_weight_conversion
+
+            others = revert_weight_conversion(self._network, others)
+        return {**renamed, **others, **(self._frozen if last else {})}
+
+
+def _empty_network(folder: Path) -> Any:
+    """Without memory. None: transformers does not have it."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        with torch.device("meta"):
+            return auto_class(config).from_config(config)
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def base_of(
@@ -187,7 +226,8 @@ def base_of(
     names = set(shapes) if whole else {f"{layer}.weight" for layer in adapters.layers}
     files = WeightFiles(folder)
     stored = {name: name for name in files.shapes} if stored is None else stored
-    tensors = {name: files.read(stored[name]) for name in sorted(names) if name in stored}
+    parts = files.shapes.keys() - set(stored.values()) if whole else set()  # of stacked tensors
+    tensors = {name: files.read(stored.get(name, name)) for name in sorted(names & stored.keys() | parts)}
     if missing := sorted({f"{layer}.weight" for layer in adapters.layers} - tensors.keys()):
         raise UserError(
             f"model.lora: {folder} has no safetensors with {missing[0]} ({len(missing)} in all), which adapters need"

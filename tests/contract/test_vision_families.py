@@ -23,7 +23,6 @@ from gcore.config.data import Data, Dataset
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
-from gcore.generation.vllm_core import media_weights
 from gcore.media.images import NEED_TORCHVISION
 from gcore.models.decoders import decoder_of, forbid, forbidden_tokens
 from gcore.models.networks import Adapters, adapters_in, load_model, make_empty
@@ -34,7 +33,7 @@ from gcore.training.critic import ValueModel, open_critic, value_model
 from gcore.training.media_model import MediaLogprobModel
 from gcore.training.shards import fill
 from gcore.types import Completion, Prompt, Request, Sample, SamplingParams, UserError
-from gcore.weights.receiver import base_of
+from gcore.weights.receiver import FolderWeights, base_of
 from tests.vision_families import CONFIGS, computed, made_once, off, picture, processor, save
 
 CPU = torch.device("cpu")
@@ -145,7 +144,7 @@ def test_an_engine_that_reads_the_folder_expects_the_names_that_trainers_send(fa
     """The files of most families have other names."""
     network = worlds(family).network
     expected = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
-    assert media_weights(Path(str(worlds(family).model.path)))[0] == expected
+    assert FolderWeights(Path(str(worlds(family).model.path))).shapes == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,7 +152,8 @@ def test_adapters_are_added_to_the_weights_of_the_network(family, worlds):
     """In an engine that reads the folder: it gets factors, by the names of the network, and merges them."""
     folder, parameters = Path(str(worlds(family).model.path)), dict(worlds(family).network.named_parameters())
     model = PolicyModel(path=str(folder), lora=Lora(rank=2, parts=["text", "vision"]))
-    adapters, (shapes, stored) = adapters_in(folder, model), media_weights(folder)
+    adapters, weights = adapters_in(folder, model), FolderWeights(folder)
+    shapes, stored = weights.shapes, weights.stored
     assert adapters is not None and any("vis" in layer for layer in adapters.layers)
     for whole in (False, True):
         base = base_of(folder, shapes, adapters, "cpu", torch.float32, whole, stored)
