@@ -153,6 +153,11 @@ class Backend(ABC):
         """Instead of a step."""
         self.networks[network].optimizer.drop_gradients()
 
+    @property
+    def device_name(self) -> str:
+        """Of a GPU, else empty."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+
     def sum_over_ranks(self, values: Array) -> Array:
         """The sums over all data-parallel ranks, on each of them."""
         total = torch.from_numpy(values).to(self.device)

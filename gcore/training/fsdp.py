@@ -235,7 +235,7 @@ class FsdpBackend(Backend):
     def info(self) -> TrainerInfo:
         first = self._trained(self._first)
         model, num_parameters = first.model, sum(p.numel() for p in first.parameters.values())
-        return TrainerInfo(num_parameters, model.hidden_size, model.padded, self._shard_size > 1)
+        return TrainerInfo(num_parameters, model.hidden_size, model.padded, self._shard_size > 1, self.device_name)
 
     def _pack(self, model: Any, micro: MicroBatch, data: StepData) -> StepBatch:
         ranks = self._context_groups.of(micro.context)  # a collective: also of groups that have only padding

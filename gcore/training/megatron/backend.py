@@ -81,7 +81,8 @@ class MegatronBackend(Backend):
 
     def info(self) -> TrainerInfo:
         num_parameters = sum(parameter.numel() for parameter in self.networks["policy"].empty.parameters())
-        return TrainerInfo(num_parameters, self._packer.hidden_size, self._packer.padded, self._topology.expert > 1)
+        packer, shared = self._packer, self._topology.expert > 1
+        return TrainerInfo(num_parameters, packer.hidden_size, packer.padded, shared, self.device_name)
 
     def outputs(
         self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData, output: int = 0
