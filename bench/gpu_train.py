@@ -20,7 +20,7 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -222,12 +222,37 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     return f"{total / best:>10,.0f}{shares}{peak:>10.1f}{seconds[0]:>9.1f}{best:>10.3f}"
 
 
-def show_profile(update: Callable[[], float]) -> None:
+def show_profile(update: Callable[[], object]) -> None:
+    """The kernels that take the most time, and where the GPU waits for the host."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # a rank computes in its own
+    with profile(activities=activities, experimental_config=every_thread) as found:
         update()
-    print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70))
+    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    print(found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70))
+    kernels = [e for e in found.events() or () if str(e.device_type).endswith("CUDA")]
+    show_gaps([(e.time_range.start, e.time_range.end, e.name) for e in kernels])
+
+
+def show_gaps(kernels: Sequence[tuple[float, float, str]], shown: int = 12) -> None:
+    """`kernels`: start and end in microseconds, and name."""
+    if not kernels:
+        return
+    gaps, ordered = list[tuple[float, str, str]](), sorted(kernels)
+    first, (_, until, last) = ordered[0][0], ordered[0]
+    for start, end, name in ordered[1:]:
+        if start > until:
+            gaps.append((start - until, last, name))
+        if end > until:
+            until, last = end, name
+    total, waited = until - first, sum(gap for gap, *_ in gaps)
+    print(
+        f"{len(ordered)} kernels in {total / 1e3:.1f} ms; without a kernel {waited / 1e3:.1f} ms ({waited / total:.1%})"
+    )
+    for gap, before, after in sorted(gaps, reverse=True)[:shown]:
+        print(f"{gap / 1e3:>9.2f} ms between {before[:48]} and {after[:48]}")
 
 
 def agreement(args: argparse.Namespace, device: torch.device) -> None:
