@@ -32,7 +32,7 @@ from gcore.training.logprob_model import LogprobModel
 from gcore.training.objective import Objective, StepData
 from gcore.training.state import NetworkName, SavePlan, TrainedName
 from gcore.training.step_advantages import Array
-from gcore.training.step_model import Compute, Wrap
+from gcore.training.step_model import Compute, StepBatch, Wrap
 from gcore.types import Key, MicroBatch
 from gcore.weights.bucket import Parameter
 from gcore.weights.pretrained import Read
@@ -47,6 +47,14 @@ class NewNetwork:
     make: Callable[[], Any]
     wrap: Wrap = LogprobModel
     open: Callable[[Any], Read] | None = None
+
+
+def by_sample(packed: StepBatch, outputs_S: Tensor, data: StepData) -> dict[Key, Tensor]:
+    """The outputs of each sample's steps. The host knows their numbers and does not wait for the device."""
+    if packed.is_padding:
+        return {}
+    sizes = [data.samples[key].num_steps for key in packed.keys]
+    return dict(zip(packed.keys, outputs_S.split(sizes), strict=True))
 
 
 class Network(ABC):

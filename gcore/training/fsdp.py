@@ -26,7 +26,7 @@ from gcore.config.tree import Config
 from gcore.models.towers import takes_media, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import lora, state, tensor_parallel
-from gcore.training.backend import Backend, Network, NewNetwork
+from gcore.training.backend import Backend, Network, NewNetwork, by_sample
 from gcore.training.logprob_model import own_experts
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.optimizer import MOMENTS, Optimizer
@@ -251,8 +251,7 @@ class FsdpBackend(Backend):
             for micro in micros:
                 packed = self._pack(model, micro, data)
                 outputs_S = packed.joined(*model(packed))[output]
-                for i, key in enumerate(packed.keys):
-                    columns[key] = outputs_S[packed.sample_S == i]
+                columns |= by_sample(packed, outputs_S, data)
             reshard(model)  # FSDP does so by itself only in a backward pass
         self.set_aside(network)
         return columns

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
-from gcore.training.backend import Backend, NewNetwork
+from gcore.training.backend import Backend, NewNetwork, by_sample
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.megatron import cpu
 from gcore.training.megatron.model import Row
@@ -109,8 +109,7 @@ class MegatronBackend(Backend):
             dist.broadcast(all_S, *self._last_stage)
         columns: dict[Key, Tensor] = {}
         for packed, values_S in zip(real, all_S.split(sizes), strict=True):
-            for i, key in enumerate(packed.keys):
-                columns[key] = values_S[packed.sample_S == i]
+            columns |= by_sample(packed, values_S, data)
         return columns
 
     @property
