@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gcore.config.tree import Config  # noqa: E402
+from gcore.cost.costs import peak_flops  # noqa: E402
 from gcore.cost.shapes import SHAPES as KNOWN_SHAPES  # noqa: E402
 from gcore.cost.shapes import Shape  # noqa: E402
 from gcore.observe.metrics import read_rows  # noqa: E402
@@ -66,6 +67,12 @@ def write_between(page: Path, begin: str, end: str, text: str) -> None:
     """Replace the part of a page between two marks."""
     before, rest = page.read_text().split(begin, 1)
     page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end, 1)[1]}")
+
+
+def mfu(flops_per_s: float, device: str) -> str:
+    """Share of the dense bfloat16 rate that the maker of the GPU publishes; a dash if that is unknown."""
+    peak = peak_flops(device)
+    return f"{flops_per_s / peak:.1%}" if peak else "-"
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ Systems:
 In `trl` and `trl-fast`, vLLM makes no text (detokenize=False) and does not sleep: its memory fits beside the trainer's.
 
 Columns: seconds; tokens/s of generation; model FLOPs of training per second over the rate of a large matrix product,
-measured by the same command; seconds from the start of the process to the start of the first step; mean difference of
-logprobs between engine and trainer.
+measured by the same command, and over the published rate of the GPU (MFU); seconds from the start of the process to the
+start of the first step; mean difference of logprobs between engine and trainer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import choose_sizes, some_of, step_rows, write_json  # noqa: E402
+from bench.common import choose_sizes, mfu, some_of, step_rows, write_json  # noqa: E402
 from bench.trl_steps import TrlSteps, grpo_config  # noqa: E402
 from bench.worker import TARGET, add_arguments, finish, run_worker, save, started_at  # noqa: E402
 
@@ -382,7 +382,7 @@ def show(record: dict[str, Any], args: argparse.Namespace) -> None:
         f"{record.get('torch')}, matrix rate {rate / 1e12:.0f} TFLOP/s"
     )
     head = f"{'':<22}{'mix':<8}{'s/step':>8}{'best':>7}" + "".join(f"{stage:>12}" for stage in STAGES)
-    head += f"{'tokens':>9}{'decode/s':>10}{'of rate':>9}{'start s':>9}{'logprobs':>10}"
+    head += f"{'tokens':>9}{'decode/s':>10}{'of rate':>9}{'MFU':>8}{'start s':>9}{'logprobs':>10}"
     print(head + "\n" + "-" * len(head))
     medians: dict[tuple[str, str], float] = {}
     for system, found in record["systems"].items():
@@ -396,16 +396,15 @@ def show(record: dict[str, Any], args: argparse.Namespace) -> None:
             def middle(name: str, steps: list[dict[str, Any]] = steps) -> float:
                 return statistics.median(step[name] for step in steps)
 
-            share = statistics.median(
-                training_flops(mix, i, args) / step["training"] / rate for i, step in numbered_steps
-            )
+            flops = statistics.median(training_flops(mix, i, args) / step["training"] for i, step in numbered_steps)
             differences = [step["logprob_diff"] for step in steps if step["logprob_diff"] is not None]
             medians[system, mix] = middle("step")
             decode = statistics.median(step["tokens"] / step["generation"] for step in steps)
             print(
                 f"{system:<22}{mix:<8}{middle('step'):>8.2f}{min(step['step'] for step in steps):>7.2f}"
                 + "".join(f"{middle(stage):>12.2f}" for stage in STAGES)
-                + f"{middle('tokens'):>9.0f}{decode:>10,.0f}{share:>9.1%}{found['start_s']:>9.0f}"
+                + f"{middle('tokens'):>9.0f}{decode:>10,.0f}{flops / rate:>9.1%}"
+                + f"{mfu(flops, str(record.get('device'))):>8}{found['start_s']:>9.0f}"
                 + (f"{statistics.fmean(differences):>10.4f}" if differences else f"{'-':>10}")
                 + (f"  {found['error']}" if "error" in found else "")
             )

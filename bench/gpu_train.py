@@ -7,8 +7,9 @@ The policy has random weights, the full vocabulary and the shape of a Qwen2, of 
 three of four layers are linear attention, with the kernels of flash-linear-attention if they are installed. `fixed`:
 all sequences have --prompt and --response tokens. `mix`: response lengths are log-normal, cut at --response. AdamW is
 included.
-Model FLOPs per token: 6 x parameters (body and output layer) + 6 x layers with attention x width x length (causal); the
-recurrence of linear attention is not counted.
+MFU: model FLOPs per second over the published dense bfloat16 rate of the GPU. Model FLOPs per token: 6 x parameters
+(body and output layer) + 6 x layers with attention x width x length (causal); the recurrence of linear attention is not
+counted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import SHAPES, model_config, trainer_config  # noqa: E402
+from bench.common import SHAPES, mfu, model_config, trainer_config  # noqa: E402
 from gcore.content.tokens import Tokens, tokens_of  # noqa: E402
 from gcore.cost.shapes import Shape  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
@@ -85,8 +86,17 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     join(Rendezvous(0, 1, None), "nccl" if device.type == "cuda" else "gloo", device=device)
     rate = matrix_rate(device)
-    print(f"{args.model}, {args.sequences} sequences, torch {torch.__version__}, matrix rate {rate / 1e12:.0f} TFLOP/s")
-    widths = {"lengths": 8, "tokens/s": 10, "of matrix rate": 16, "peak GiB": 10, "first s": 9, "update s": 10}
+    about = f"{device_name(device) or 'CPU'}, torch {torch.__version__}, matrix rate {rate / 1e12:.0f} TFLOP/s"
+    print(f"{args.model}, {args.sequences} sequences, {about}")
+    widths = {
+        "lengths": 8,
+        "tokens/s": 10,
+        "of matrix rate": 16,
+        "MFU": 8,
+        "peak GiB": 10,
+        "first s": 9,
+        "update s": 10,
+    }
     print(f"{'training path':<26}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
     for name, lengths in itertools.product(args.only, args.lengths):
         row = measure(args, name, lengths, device, rate)
@@ -112,6 +122,10 @@ def matrix_rate(device: torch.device) -> float:
         synchronize(device)
         best = min(best, (time.perf_counter() - started) / 5)
     return 2 * n**3 / best
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def synchronize(device: torch.device) -> None:
@@ -212,16 +226,42 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
     best = min(seconds[1:])
     mean_length = sum(sample.content.size**2 for sample in samples) / total
-    share = total * flops_per_token(args, mean_length) / best / rate
-    return f"{total / best:>10,.0f}{share:>16.1%}{peak:>10.1f}{seconds[0]:>9.1f}{best:>10.3f}"
+    flops = total * flops_per_token(args, mean_length) / best
+    shares = f"{flops / rate:>16.1%}{mfu(flops, device_name(device)):>8}"
+    return f"{total / best:>10,.0f}{shares}{peak:>10.1f}{seconds[0]:>9.1f}{best:>10.3f}"
 
 
-def show_profile(update: Callable[[], float]) -> None:
+def show_profile(update: Callable[[], object]) -> None:
+    """The kernels that take the most time, and where the GPU waits for the host."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # a rank computes in its own
+    with profile(activities=activities, experimental_config=every_thread) as found:
         update()
-    print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70))
+    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    print(found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70))
+    kernels = [e for e in found.events() or () if str(e.device_type).endswith("CUDA")]
+    show_gaps([(e.time_range.start, e.time_range.end, e.name) for e in kernels])
+
+
+def show_gaps(kernels: Sequence[tuple[float, float, str]], shown: int = 12) -> None:
+    """`kernels`: start and end in microseconds, and name."""
+    if not kernels:
+        return
+    gaps, ordered = list[tuple[float, str, str]](), sorted(kernels)
+    first, (_, until, last) = ordered[0][0], ordered[0]
+    for start, end, name in ordered[1:]:
+        if start > until:
+            gaps.append((start - until, last, name))
+        if end > until:
+            until, last = end, name
+    total, waited = until - first, sum(gap for gap, *_ in gaps)
+    print(
+        f"{len(ordered)} kernels in {total / 1e3:.1f} ms; without a kernel {waited / 1e3:.1f} ms ({waited / total:.1%})"
+    )
+    for gap, before, after in sorted(gaps, reverse=True)[:shown]:
+        print(f"{gap / 1e3:>9.2f} ms between {before[:48]} and {after[:48]}")
 
 
 def agreement(args: argparse.Namespace, device: torch.device) -> None:

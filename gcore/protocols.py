@@ -142,6 +142,7 @@ class TrainerInfo:
     hidden_size: int
     padded: bool = True  # micro-batches are computed as rows with a mask; False: sample by sample, without padding
     sharded: bool = False  # ranks share weights, so they wait for each other in every micro-batch
+    device: str = ""  # name of its GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,7 @@ class UpdateStats:
     wall_s: float = field(default=0.0, compare=False)  # seconds of the updates, with waiting for other ranks
     busy_s: float = field(default=0.0, compare=False)  # without waiting; 0: unknown, as on GPUs: kernels wait there
     bad_in_a_row: int = 0  # skipped ones at the end, with those of earlier steps
+    mini_batches: int = 0  # that were computed, by the policy and a critic beside it
 
     def __add__(self, other: UpdateStats) -> UpdateStats:
         return UpdateStats(
@@ -200,6 +202,7 @@ class UpdateStats:
             self.wall_s + other.wall_s,
             self.busy_s + other.busy_s,
             other.bad_in_a_row if other.updates else self.bad_in_a_row,
+            self.mini_batches + other.mini_batches,
         )
 
 

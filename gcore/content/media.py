@@ -15,12 +15,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from gcore.content.families import KINDS, kind_module
 from gcore.types import Ints, Pixels, UserError
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_INLINE = 64  # elements of an array in JSON
 MAX_SHOWN = 16  # media of a prompt in a page
@@ -158,6 +161,14 @@ def store(array: np.ndarray, folder: Path) -> ArrayRef:
 
 def resolve(array: np.ndarray | ArrayRef) -> np.ndarray:
     return array.read() if isinstance(array, ArrayRef) else array
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy to a GPU does not wait for the work before it, so that the host can prepare the next micro-batch."""
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def array_of(given: Any) -> np.ndarray | ArrayRef:

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from gcore.clients import TrainerClient
 from gcore.config.tree import Config
+from gcore.cost.costs import peak_flops
 from gcore.cost.workload import CostModel
 from gcore.modalities.table import kind_of
 from gcore.observe.links import Link, Links, LinkScope
@@ -177,7 +178,8 @@ class Dispatcher:
     @cached_property
     def _times(self) -> StepTimes:
         """Call `open` before."""
-        return StepTimes(self.cost, self._trainers.info)
+        peak = peak_flops(self._trainers.info.device)
+        return StepTimes(self.cost, self._trainers.info, peak and peak * len(self._trainers.clients))
 
     async def dispatch_samples(
         self, step: int, samples: Sequence[Sample], objective: ObjectiveName = "policy"

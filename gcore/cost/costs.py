@@ -115,6 +115,7 @@ def hardware() -> dict[str, Any]:
 
 
 GPUS = {name: Gpu(name=name, **facts) for name, facts in hardware()["gpus"].items()}
+PEAKS = {**{name: gpu.tflops for name, gpu in GPUS.items()}, **hardware()["peaks"]["tflops"]}
 REACH = Efficiency(**{name: fact["value"] for name, fact in hardware()["reach"].items()})
 ENGINE = EngineCosts(**{name: fact["value"] for name, fact in hardware()["engine"].items()})
 
@@ -125,6 +126,14 @@ def gpu_of(name: str) -> Gpu:
     near = difflib.get_close_matches(name.lower(), GPUS, 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(f"--gpu {name}: unknown{hint}; expected one of {', '.join(GPUS)}")
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense bfloat16 FLOP/s that the maker of a GPU publishes, by the name that its driver gives it: 9.89e14 for
+    "NVIDIA H200". None: unknown."""
+    words = set(device.lower().replace("-", " ").split())
+    found = [(name.count(" "), tflops) for name, tflops in PEAKS.items() if words.issuperset(name.split())]
+    return max(found)[1] * 1e12 if found else None
 
 
 # ---- serving -----------------------------------------------------------------------------------------------

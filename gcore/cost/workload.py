@@ -38,6 +38,10 @@ class CostModel:
     towers: tuple[tuple[str, CostModel], ...] = ()  # what encodes media, by their kind
     patch: int = 196  # of a tower: pixels of an image that become one of its tokens
 
+    @property
+    def knows_flops(self) -> bool:
+        return self.flops > 1.0
+
     def of(self, length: int) -> float:
         """Of one pass over a sequence, without the head."""
         return length + length * length / self.crossover * (1 if self.causal else 2)

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from gcore.content.tokens import Tokens
 from gcore.models.decoders import Traits
-from gcore.models.towers import Features, blocks_of, embed, encode, next_position, positions_of, unique
+from gcore.models.towers import (
+    Features,
+    blocks_of,
+    embed,
+    encode,
+    next_position,
+    positions_of,
+    prepare,
+    unique,
+)
 
 MAX_KEPT = 1 << 24  # tokens x width of the features that are kept for later requests
 
@@ -22,6 +31,7 @@ class MediaPrefill:
 
     def __init__(self, network: Any, traits: Traits) -> None:
         self._network, self._traits = network, traits
+        prepare(network)
         self._features: dict[str, Features] = {}
         self.encoded = 0  # media that the tower has computed
 

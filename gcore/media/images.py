@@ -6,6 +6,7 @@ is processed alone, so its tensors do not depend on the other images of a prompt
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,13 @@ import numpy as np
 
 from gcore.config.base import BuildModel
 from gcore.content.families import FAMILIES, built_family
-from gcore.content.media import Media
+from gcore.content.media import Media, on_device
 from gcore.content.processor import FILES, Expanded, KindProcessor, read_json, read_settings
 from gcore.media.videos import VIDEO_FILE, VideoProcessor, Videos, tower_work
 from gcore.types import Pixels, UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 PROCESSORS = {  # class in transformers; transformers.models.MODULE.image_processing_pil_MODULE, and the class there
@@ -229,10 +231,10 @@ def encode(network: Any, media: Sequence[Media]) -> list[tuple[Tensor, ...]]:
     import torch
 
     family, model = network.config.model_type, network.base_model
+    if FAMILIES[family].grid:
+        return _encode_grids(model, [medium.tensors() for medium in media], network.device)
     tensors = [{name: torch.from_numpy(np.array(a)) for name, a in medium.tensors().items()} for medium in media]
     inputs = [{name: t.to(network.device) for name, t in own.items()} for own in tensors]
-    if FAMILIES[family].grid:
-        return _encode_grids(model, inputs)
     if family == "gemma4":
         pixels, places = (torch.cat([own[name] for own in inputs]) for name in ("pixel_values", "image_position_ids"))
         return [(part,) for part in model.get_image_features(pixels, places).pooler_output]
@@ -248,15 +250,62 @@ def encode(network: Any, media: Sequence[Media]) -> list[tuple[Tensor, ...]]:
     return [(_encode_alone(network, own),) for own in inputs]
 
 
-def _encode_grids(model: Any, inputs: Sequence[dict[str, Tensor]]) -> list[tuple[Tensor, ...]]:
+def _encode_grids(
+    model: Any, tensors: Sequence[Mapping[str, np.ndarray]], device: torch.device
+) -> list[tuple[Tensor, ...]]:
+    """The host knows the grids and waits for nothing: what depends on them alone is made there."""
     import torch
 
-    pixels = torch.cat([own["pixel_values"] for own in inputs])
-    found = model.get_image_features(pixels, torch.cat([own["image_grid_thw"] for own in inputs]))
+    given = [own["pixel_values"] for own in tensors]
+    pixels = torch.empty(sum(map(len, given)), given[0].shape[1], pin_memory=device.type == "cuda")
+    np.concatenate(given, out=pixels.numpy())
+    grids = torch.from_numpy(np.concatenate([own["image_grid_thw"] for own in tensors]))
+    numbers = _numbers_of(tuple(map(tuple, grids.tolist())), *_traits_of(model.visual))
+    more = {f"image_{n}": on_device(v, device) if isinstance(v, np.ndarray) else v for n, v in numbers.items()}
+    found = model.get_image_features(pixels.to(device, non_blocking=True), grids, **more)
     sizes = [len(part) for part in found.pooler_output]
     layers = getattr(found, "deepstack_features", None) or ()  # transformers 5.17 does not divide them among the media
     parts = [layer.split(sizes) if isinstance(layer, torch.Tensor) else layer for layer in layers]
     return list(zip(found.pooler_output, *parts, strict=True))
+
+
+def _traits_of(tower: Any) -> tuple[int, tuple[int, int] | None, tuple[int, str, bool] | None]:
+    """Patches per edge of a feature; windows of attention: their edge in pixels, and that of a patch; the table of
+    positions: its edge, and how values between its entries are made."""
+    windows = (tower.window_size, tower.patch_size) if hasattr(tower, "window_size") else None
+    table = None
+    if hasattr(tower, "num_grid_per_side"):
+        table = (tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners)
+    return tower.spatial_merge_size, windows, table
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers_of(
+    grids: tuple[tuple[int, int, int], ...],
+    merge: int,
+    windows: tuple[int, int] | None,
+    table: tuple[int, str, bool] | None,
+) -> dict[str, np.ndarray | int]:
+    """Arguments of a tower of transformers that it would compute from the grids."""
+    import torch
+    from transformers import vision_utils as of
+
+    grid_thw = torch.tensor(grids)
+    starts = {"cu_seqlens": of.get_vision_cu_seqlens(grid_thw)}
+    found = {"position_ids": of.get_vision_position_ids(grid_thw, merge)}
+    if windows is not None:
+        found["window_index"], starts["cu_window_seqlens"] = of.get_vision_window_index(grid_thw, merge, *windows)
+    if table is not None:
+        side, mode, corners = table
+        of_table = of.get_vision_interpolation_indices_and_weights(grid_thw, side, mode, corners, merge)
+        found["interp_indices"], found["interp_weights"] = of_table
+    longest = {name.replace("cu_", "max_").removesuffix("s"): _longest(each) for name, each in starts.items()}
+    return {**{name: each.numpy() for name, each in {**found, **starts}.items()}, **longest}
+
+
+def _longest(ends: Tensor) -> int:
+    """The next power of two: attention only needs a bound, and compiled layers see few different values."""
+    return 1 << max(7, int(ends.diff().max() - 1).bit_length())
 
 
 def _encode_alone(network: Any, own: dict[str, Tensor]) -> Tensor:

@@ -11,11 +11,13 @@ sequences are packed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from gcore.content.families import FAMILIES, TOWERS, module_of
 from gcore.content.media import Media
@@ -44,6 +46,41 @@ def tower_parameters(network: Any) -> dict[str, Any]:
     }
     loose = getattr(network.base_model, "image_newline", None)  # of LLaVA-OneVision
     return found if loose is None else {**found, "model.image_newline": loose}
+
+
+def tower_layers(network: Any) -> list[nn.Module]:
+    """The blocks that make up most of the tower."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    every = (layer for tower in tower_of(network).values() for layer in tower.modules())
+    return [layer for layer in every if isinstance(layer, GradientCheckpointingLayer)]
+
+
+def prepare(network: Any) -> None:
+    """Replaces two functions of transformers by equal ones that do not hold up a GPU. Patches that are cut already are
+    multiplied with the kernel of their convolution: in half precision, cuDNN may convolve patch by patch. Features are
+    added to hidden states at their places, of which a mask would have to be searched for them."""
+    for tower in tower_of(network).values():
+        for layer in tower.modules():
+            if isinstance(layer, nn.Conv3d):
+                layer.forward = partial(_product, layer)  # type: ignore[method-assign]
+    decoder = decoder_of(network)
+    if hasattr(decoder, "_deepstack_process"):
+        decoder._deepstack_process = partial(_add_features, decoder)
+
+
+def _product(layer: nn.Conv3d, patches: Tensor) -> Tensor:
+    if patches.shape[2:] != layer.kernel_size or layer.groups > 1 or any(layer.padding):
+        return nn.Conv3d.forward(layer, patches)
+    return linear(patches.flatten(1), layer.weight.flatten(1), layer.bias)[..., None, None, None]
+
+
+def _add_features(decoder: Any, hidden_RWD: Tensor, at: Tensor, features: Tensor) -> Tensor:
+    """`at`: flat indices, from `embed`; a mask in the forward pass of transformers."""
+    if at.dtype == torch.bool:
+        found: Tensor = type(decoder)._deepstack_process(decoder, hidden_RWD, at, features)
+        return found
+    return hidden_RWD.flatten(0, 1).index_add(0, at, features.to(hidden_RWD.dtype)).view_as(hidden_RWD)
 
 
 # ---- positions -----------------------------------------------------------------------------------------------------
@@ -110,7 +147,7 @@ def smallest_medium(network: Any) -> Media:
 
 
 def embed(network: Any, tokens_RW: Tensor, places: Sequence[Tensor], features: Sequence[Features]) -> dict[str, Any]:
-    """Inputs of the decoder. `places`: of each medium, flat indices into `tokens_RW`."""
+    """Inputs of the decoder of a network that is prepared. `places`: of each medium, flat indices into `tokens_RW`."""
     config, decoder = network.config.get_text_config(), decoder_of(network)
     at = torch.cat(list(places)) if places else tokens_RW.new_zeros(0)
     # placeholders may have no embedding
@@ -121,14 +158,11 @@ def embed(network: Any, tokens_RW: Tensor, places: Sequence[Tensor], features: S
     embeds = network.get_input_embeddings()(flat)
     if not places:
         return {"inputs_embeds": embeds.view(*tokens_RW.shape, -1), **more}
-    order = at.argsort()  # of the mask below, which has no order of its own
-    layers = [torch.cat(parts)[order].to(embeds.dtype) for parts in zip(*features, strict=True)]
-    embeds = embeds.index_copy(0, at[order], layers[0])
+    layers = [torch.cat(parts).to(embeds.dtype) for parts in zip(*features, strict=True)]
+    embeds = embeds.index_copy(0, at, layers[0])
     inputs = {"inputs_embeds": embeds.view(*tokens_RW.shape, -1), **more}
     if len(layers) > 1:
-        seen = torch.zeros(tokens_RW.numel(), dtype=torch.bool, device=tokens_RW.device)
-        inputs |= {"visual_pos_masks": seen.index_fill(0, at, True).view(tokens_RW.shape)}
-        inputs["deepstack_visual_embeds"] = layers[1:]
+        inputs |= {"visual_pos_masks": at, "deepstack_visual_embeds": layers[1:]}  # see _add_features
     return inputs
 
 

@@ -35,6 +35,7 @@ class Summary:
     total_s: float
     stages: dict[str, float]  # seconds by stage, over the run
     tokens_per_s: float | None
+    mfu: float | None  # of training, mean over the steps
     peak_memory_gb: float | None
     peak_rss_mb: float | None
 
@@ -57,6 +58,7 @@ def summarize(folder: Path) -> Summary:
         total_s=sum(_seconds(row) for row in rows),
         stages={stage: seconds for stage, seconds in stages.items() if seconds > 0},
         tokens_per_s=_tokens_per_s(rl),
+        mfu=float(np.mean(shares)) if (shares := numbers(rl, "perf/mfu")) else None,
         peak_memory_gb=max(numbers(rl, "perf/peak_memory_gb"), default=None),
         peak_rss_mb=max(numbers(rl, "controller/peak_rss_mb"), default=None),
     )
@@ -147,6 +149,8 @@ def _lines(facts: Summary) -> list[tuple[str, str]]:
     lines.append(("total time", f"{duration(facts.total_s)}, without the start of processes"))
     if facts.tokens_per_s is not None:
         lines.append(("tokens/s", count(facts.tokens_per_s)))
+    if facts.mfu is not None:
+        lines.append(("training MFU", f"{facts.mfu:.1%} of the published dense bfloat16 rate"))
     if facts.peak_memory_gb is not None:
         lines.append(("peak memory", f"{facts.peak_memory_gb:.2f} GB"))
     if facts.peak_rss_mb is not None:

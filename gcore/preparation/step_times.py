@@ -1,8 +1,9 @@
-"""Compares the layout of an update with the measured seconds of the ranks: idle shares, and a fit of the cost model.
+"""Compares the layout of an update with the measured seconds of the ranks: idle shares, a fit of the cost model, and
+the share of the GPUs' rate.
 
-    TrainBatches, metas ──> predicted idle share ──┐
-    UpdateStats of the ranks ──> measured one ─────┼──> one row of metrics per step
-    the last steps ──workload.fit──> seconds ──────┘
+    TrainBatches, metas ──> predicted idle share, FLOPs ──┐
+    UpdateStats of the ranks ──> measured one, MFU ───────┼──> one row of metrics per step
+    the last steps ──workload.fit──> seconds ─────────────┘
 
 Nothing here changes a layout: see workload.py.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from gcore.cost.workload import CostModel, Observation, fit
+from gcore.cost.workload import UPDATE, CostModel, Observation, fit
 from gcore.preparation.balance import idle_share
 from gcore.protocols import TrainerInfo, UpdateStats
 from gcore.types import Key, MicroBatch, SampleMeta, TrainBatch
@@ -21,10 +22,12 @@ REMEMBERED = 256  # observations; one per step, or one per rank and step where r
 
 
 class StepTimes:
-    """StepTimes(CostModel(768.0), info).row(batches, metas, stats) -> {"perf/idle_predicted": 0.012, ...}"""
+    """StepTimes(CostModel(768.0), info).row(batches, metas, stats) -> {"perf/idle_predicted": 0.012, ...}
 
-    def __init__(self, cost: CostModel, info: TrainerInfo) -> None:
-        self._cost, self._info = cost, info
+    `peak`: FLOP/s of the GPUs of all ranks, as published; None: unknown."""
+
+    def __init__(self, cost: CostModel, info: TrainerInfo, peak: float | None = None) -> None:
+        self._cost, self._info, self._peak = cost, info, peak
         self._seen: deque[Observation] = deque(maxlen=REMEMBERED)
         self._warm = False  # the first update also compiles and allocates
 
@@ -43,6 +46,8 @@ class StepTimes:
             row["perf/idle_measured"] = 1 - sum(rank.busy_s for rank in ranks) / (len(ranks) * wall_s)
         if self._warm:
             self._seen.extend(observe(batches, metas, ranks, self._cost))
+            if self._peak and self._cost.knows_flops:
+                row["perf/mfu"] = training_flops(batches, metas, ranks, self._cost) / wall_s / self._peak
         self._warm = True
         if fitted := fit(self._seen, self._cost):
             row |= {
@@ -75,6 +80,17 @@ def observe(
         Observation(sum(t for t, _ in share), sum(p for _, p in share), len(share), s)
         for share, s in zip(shares, seconds, strict=True)
     ]
+
+
+def training_flops(
+    batches: Sequence[TrainBatch], metas: Sequence[SampleMeta], ranks: Sequence[UpdateStats], cost: CostModel
+) -> float:
+    """Of the updates: forward and backward passes without recomputation and without the towers of media."""
+    by_key = {meta.key: meta for meta in metas}
+    minis = [mini for batch in batches for mini in batch.mini_batches]
+    works = [_work(micro, by_key, cost) for mini in minis for micro in mini.micro_batches]
+    times = max(rank.mini_batches for rank in ranks) / len(batches[0].mini_batches)  # epochs, and the critic's
+    return UPDATE * times * cost.flops * sum(tokens + pairs / cost.crossover for tokens, pairs in works)
 
 
 def _work(micro: MicroBatch, metas: Mapping[Key, SampleMeta], cost: CostModel) -> tuple[float, float]:

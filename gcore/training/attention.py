@@ -13,6 +13,7 @@ few of them, so that each rank gets those of its query heads; their gradients ar
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ from gcore.training.context import RowGroup, Sharing
 from gcore.training.varlen import Spans, attend_row
 
 NAME = "gcore_packed"
+OF_TOWERS = "gcore_packed_flash"  # the towers of Qwen pass packed lengths only to functions with this word
 
 
 def register() -> None:
-    """Transformers calls `attend` in models whose configuration names it, and makes no mask for it."""
+    """Transformers calls these in models whose configuration names them, and makes no mask for them."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_ATTENTION_FUNCTIONS.register(OF_TOWERS, partial(attend, causal=False))
 
 
 def attend(
@@ -45,15 +48,17 @@ def attend(
     sharing: Sharing | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    causal: bool = True,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """`cu_seq_lens_q`, `max_length_q`: the samples of the row. `sharing`: this rank has a part of the row."""
+    """`cu_seq_lens_q`, `max_length_q`: the samples of the row, or the images of a tower. `sharing`: this rank has a
+    part of the row."""
     query_THD, key_TGD, value_TGD = (tensor[0].transpose(0, 1) for tensor in (query_1HTD, key_1GTD, value_1GTD))
     scale = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
     if sharing is not None:
         return _attend_shared(query_THD, key_TGD, value_TGD, sharing, scale, sliding_window)[None], None
     spans = Spans(cu_seq_lens_q, max_length_q)
-    return attend_row(query_THD, key_TGD, value_TGD, spans, scale, sliding_window)[None], None
+    return attend_row(query_THD, key_TGD, value_TGD, spans, scale, sliding_window, causal)[None], None
 
 
 @torch.compiler.disable  # communication stays out of compiled layers

@@ -32,7 +32,7 @@ from gcore.training.logprob_model import LogprobModel
 from gcore.training.objective import Objective, StepData
 from gcore.training.state import NetworkName, SavePlan, TrainedName
 from gcore.training.step_advantages import Array
-from gcore.training.step_model import Compute, Wrap
+from gcore.training.step_model import Compute, StepBatch, Wrap
 from gcore.types import Key, MicroBatch
 from gcore.weights.bucket import Parameter
 from gcore.weights.pretrained import Read
@@ -49,6 +49,14 @@ class NewNetwork:
     make: Callable[[], Any]
     wrap: Wrap = LogprobModel
     open: Callable[[Any], Read] | None = None
+
+
+def by_sample(packed: StepBatch, outputs_S: Tensor, data: StepData) -> dict[Key, Tensor]:
+    """The outputs of each sample's steps. The host knows their numbers and does not wait for the device."""
+    if packed.is_padding:
+        return {}
+    sizes = [data.samples[key].num_steps for key in packed.keys]
+    return dict(zip(packed.keys, outputs_S.split(sizes), strict=True))
 
 
 class Network(ABC):
@@ -154,6 +162,11 @@ class Backend(ABC):
     def drop_gradients(self, network: TrainedName = "policy") -> None:
         """Instead of a step."""
         self.networks[network].optimizer.drop_gradients()
+
+    @property
+    def device_name(self) -> str:
+        """Of a GPU, else empty."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
 
     def sum_over_ranks(self, values: Array) -> Array:
         """The sums over all data-parallel ranks, on each of them."""

@@ -26,7 +26,7 @@ from gcore.config.tree import Config
 from gcore.models.towers import takes_media, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import lora, state, tensor_parallel
-from gcore.training.backend import Backend, Network, NewNetwork, compile_layers, compiles
+from gcore.training.backend import Backend, Network, NewNetwork, by_sample, compile_layers, compiles
 from gcore.training.logprob_model import own_experts
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.optimizer import MOMENTS, Optimizer
@@ -228,7 +228,7 @@ class FsdpBackend(Backend):
     def info(self) -> TrainerInfo:
         first = self._trained(self._first)
         model, num_parameters = first.model, sum(p.numel() for p in first.parameters.values())
-        return TrainerInfo(num_parameters, model.hidden_size, model.padded, self._shard_size > 1)
+        return TrainerInfo(num_parameters, model.hidden_size, model.padded, self._shard_size > 1, self.device_name)
 
     def _pack(self, model: Any, micro: MicroBatch, data: StepData) -> StepBatch:
         ranks = self._context_groups.of(micro.context)  # a collective: also of groups that have only padding
@@ -244,8 +244,7 @@ class FsdpBackend(Backend):
             for micro in micros:
                 packed = self._pack(model, micro, data)
                 outputs_S = packed.joined(*model(packed))[output]
-                for i, key in enumerate(packed.keys):
-                    columns[key] = outputs_S[packed.sample_S == i]
+                columns |= by_sample(packed, outputs_S, data)
             reshard(model)  # FSDP does so by itself only in a backward pass
         self.set_aside(network)
         return columns

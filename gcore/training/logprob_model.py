@@ -6,7 +6,6 @@ packed row gives exactly the results of its samples alone. Logits are computed o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from gcore.content.media import on_device
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
 from gcore.models.decoders import MASKED_LOGIT, decoder_of, expert_routers_of, implementation, layers_of, traits_of
 from gcore.models.recurrent import Recurrence, Samples
@@ -105,24 +105,24 @@ def to_tensors(
     longest = 0
     if varlen:
         lengths = [padded(content.size) for content in contents]
-        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        starts = on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
         longest = rounded(max(lengths))
     elif any(len(row) > 1 for row in rows):
-        segment_RW = torch.from_numpy(segments)
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
-        mask = ((segment_RW[:, :, None] == segment_RW[:, None, :]) & causal)[:, None].to(device)
+        segment_RW = on_device(segments, device)
+        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        mask = ((segment_RW[:, :, None] == segment_RW[:, None, :]) & causal)[:, None]
 
-    def steps(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=dtype)
+    def steps(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
+        return on_device(np.concatenate(arrays, dtype=dtype, casting="unsafe"), device)
 
     return Packed(
-        tokens_RW=torch.from_numpy(tokens).to(device),
-        positions_RW=torch.from_numpy(positions).to(device),
+        tokens_RW=on_device(tokens, device),
+        positions_RW=on_device(positions, device),
         mask_R1WW=mask,
-        select_S=steps(select, torch.int64),
-        targets_S=steps([content.tokens_S for content in contents], torch.int64),
-        temperature_S=steps([np.full(s.num_steps, s.temperature) for s in ordered], torch.float32),
-        sample_S=steps([np.full(s.num_steps, i) for i, s in enumerate(ordered)], torch.int64),
+        select_S=steps(select, np.int64),
+        targets_S=steps([content.tokens_S for content in contents], np.int64),
+        temperature_S=steps([np.full(s.num_steps, s.temperature) for s in ordered], np.float32),
+        sample_S=steps([np.full(s.num_steps, i) for i, s in enumerate(ordered)], np.int64),
         keys=tuple(s.key for s in ordered),
         sampling_mask=_sampling_mask(contents, device),
         starts=starts,
@@ -137,7 +137,7 @@ def _sampling_mask(contents: list[Tokens], device: torch.device) -> Candidates |
     mask = SamplingMask.joined(*((content.sampling_mask, content.num_steps) for content in contents))
     if mask is None:
         return None
-    return torch.from_numpy(mask.ids_K).to(device, torch.int64), torch.from_numpy(mask.counts_S).to(device, torch.int64)
+    return on_device(mask.ids_K.astype(np.int64), device), on_device(mask.counts_S.astype(np.int64), device)
 
 
 def _experts(
@@ -150,7 +150,7 @@ def _experts(
     experts_RWLK = np.full((num_rows, width, *shape), -1, np.int16)
     for (row, start), experts in found.items():
         experts_RWLK[row, start : start + len(experts)] = experts
-    return torch.from_numpy(experts_RWLK).to(device)
+    return on_device(experts_RWLK, device)
 
 
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks

@@ -14,10 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcore.content.media import Media
+from gcore.content.families import FAMILIES
+from gcore.content.media import NO_PLACES, Media, on_device
 from gcore.content.tokens import tokens_of
-from gcore.models.towers import blocks_of, embed, encode, positions_of, smallest_medium, tower_parameters, unique
-from gcore.training import context
+from gcore.models.towers import (
+    blocks_of,
+    embed,
+    encode,
+    positions_of,
+    prepare,
+    smallest_medium,
+    tower_layers,
+    tower_parameters,
+    unique,
+)
+from gcore.training import attention, context
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.types import Key, MicroBatch, Sample
@@ -37,29 +48,30 @@ class MediaLogprobModel(LogprobModel):
 
     def __init__(self, network: Any, compute: Compute = ON_CPU) -> None:
         super().__init__(network, compute)
+        if self.varlen and FAMILIES[network.config.model_type].grid:  # instead of one call per image or window
+            network.model.visual.config._attn_implementation = attention.OF_TOWERS
         self.varlen = self.varlen and not self.traits.media_blocks
+        prepare(network)
+        for layer in tower_layers(network) if compute.compiled else ():
+            layer.compile()
         self.encoded = 0  # media that the tower has computed
 
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> PackedMedia:
         assert ranks.size == 1, "modalities/media_keys.py refuses samples that are shared by ranks"
-        packed, config = super().pack(micro, samples, ranks), self.network.config
-        tokens_RW, first = packed.tokens_RW, 0
-        axes, places, media = len(positions_of(config, 0, ())), list[Tensor](), list[Media]()
-        positions = np.zeros((axes, tokens_RW.numel()), np.int64)
-        select = packed.select_S.cpu().numpy()
-        for key in () if packed.is_padding else packed.keys:
+        packed, config, device = super().pack(micro, samples, ranks), self.network.config, self.compute.device
+        axes, places, media = len(positions_of(config, 0, ())), [NO_PLACES.astype(np.int64)], list[Media]()
+        positions = np.zeros((axes, packed.tokens_RW.numel()), np.int64)
+        for key, start in () if packed.is_padding else zip(packed.keys, packed.spans[0], strict=True):
             content = tokens_of(samples[key].content)
-            start = int(select[first]) - len(content.tokens_P) + 1  # the prompt's last token predicts the first step
-            first += content.num_steps
             positions[:, start : start + content.size] = positions_of(config, content.size, content.media)
-            for medium in content.media:
-                places.append(torch.from_numpy(medium.places.astype(np.int64) + start).to(tokens_RW.device))
+            places += [medium.places.astype(np.int64) + start for medium in content.media]
             media.extend(content.media)
-        all_axes = torch.from_numpy(positions).view(-1, *tokens_RW.shape).to(tokens_RW.device)
+        all_axes = on_device(positions, device).view(-1, *packed.tokens_RW.shape)
+        all_places = on_device(np.concatenate(places), device).split([len(each) for each in places])
         return PackedMedia(
             **{field.name: getattr(packed, field.name) for field in fields(packed)},
             media=tuple(media),
-            places=tuple(places),
+            places=all_places[1:],
             positions=all_axes if axes > 1 else all_axes[0],
         )
 

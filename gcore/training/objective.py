@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gcore.config.algorithm import Algorithm
+from gcore.content.media import on_device
 from gcore.protocols import Metric, add_metrics
 from gcore.types import Key, MiniBatch, Sample, UserError
 
@@ -84,8 +85,7 @@ def step_columns(packed: StepBatch, data: StepData, device: torch.device) -> Ste
         return torch.cat([values[key] for key in packed.keys]).to(device, torch.float32)
 
     def stored(arrays: list[np.ndarray]) -> Tensor:
-        joined = np.concatenate(arrays).astype(np.float32) if arrays else np.zeros(1, np.float32)
-        return torch.from_numpy(joined).to(device)
+        return on_device(np.concatenate(arrays).astype(np.float32) if arrays else np.zeros(1, np.float32), device)
 
     samples = [] if packed.is_padding else [data.samples[key] for key in packed.keys]
     mask_S = stored([s.mask_S for s in samples])
@@ -96,7 +96,7 @@ def step_columns(packed: StepBatch, data: StepData, device: torch.device) -> Ste
         num_samples=len(packed.keys),
         rollout_logprobs_S=stored([s.rollout_logprobs_S for s in samples]),
         advantages_S=torch.zeros_like(mask_S) if advantages_S is None else advantages_S,
-        rewards_B=torch.tensor([sample.reward or 0.0 for sample in samples], device=device),
+        rewards_B=on_device(np.array([sample.reward or 0.0 for sample in samples], np.float32), device),
         old_logprobs_S=column("old_logprobs"),
         ref_logprobs_S=column("ref_logprobs"),
         ref_location_SD=column("ref_location"),

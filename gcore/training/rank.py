@@ -267,7 +267,7 @@ class TrainerRank:
                 self._check_gradients(network, batch)
             busy = busy if self.backend.device.type == "cpu" else 0.0
             norm = grad_norm if finite else 0.0
-            total += UpdateStats(1, int(not finite), norm, lr, metrics, wall, busy, counts.bad_in_a_row)
+            total += UpdateStats(1, int(not finite), norm, lr, metrics, wall, busy, counts.bad_in_a_row, 1)
         self._check_weights(network, batch)
         if limit is not None:
             total += UpdateStats(metrics={"actor/stopped_early": Metric(float(stopped))})
@@ -308,7 +308,7 @@ class TrainerRank:
             **{f"critic/{name}": Metric(total, float(stats.updates)) for name, total in means.items()},
             "critic/skipped_updates": Metric(float(stats.skipped)),  # all ranks count the same: the mean is the count
         }
-        return UpdateStats(metrics=metrics, wall_s=stats.wall_s, busy_s=stats.busy_s)
+        return UpdateStats(metrics=metrics, wall_s=stats.wall_s, busy_s=stats.busy_s, mini_batches=stats.mini_batches)
 
     def _mean_over_ranks(self, metric: Metric | None) -> float:
         """A collective, also for a rank that has no samples and so no metric."""

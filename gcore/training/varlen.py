@@ -1,9 +1,9 @@
 """Attention over packed samples without a mask: PyTorch's varlen kernel, or plain operations elsewhere.
 
 All samples of a micro-batch are in one row of T tokens. `starts_N` holds where each sample begins, and the end of the
-row. `attend_row` is causal attention within each sample. `attend_block` is attention of some queries of each sample to
-some of its keys, with the log-sum-exp of the scores, so that ring.py can merge blocks. Tensors are tokens x heads x
-size (`_THD`); keys may have fewer heads than queries (`_TGD`).
+row. `attend_row` is attention within each sample, causal or not. `attend_block` is attention of some queries of each
+sample to some of its keys, with the log-sum-exp of the scores, so that ring.py can merge blocks. Tensors are tokens x
+heads x size (`_THD`); keys may have fewer heads than queries (`_TGD`).
 
 The kernel runs on GPUs in half precision. In all other cases samples are computed one by one.
 """
@@ -44,13 +44,19 @@ def usable(network: Any, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def attend_row(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, spans: Spans, scale: float | None, window: int | None = None
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    spans: Spans,
+    scale: float | None,
+    window: int | None = None,
+    causal: bool = True,
 ) -> Tensor:
     if not _has_kernel(query_THD):
-        return _one_by_one(query_THD, key_TGD, value_TGD, spans, scale, window)
+        return _one_by_one(query_THD, key_TGD, value_TGD, spans, scale, window, causal)
     kernel, grouped = _KERNEL
     sizes = (spans.starts_N, spans.starts_N, spans.longest, spans.longest)
-    seen = (-1, 0) if window is None else (window - 1, 0)
+    seen = (-1 if window is None else window - 1, 0 if causal else -1)
     output: Tensor = kernel(query_THD, key_TGD, value_TGD, *sizes, scale=scale, window_size=seen, **grouped)
     return output
 
@@ -130,7 +136,13 @@ def _pairs(queries: Spans, keys: Spans) -> Iterator[tuple[slice, slice]]:
 
 
 def _one_by_one(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, spans: Spans, scale: float | None, window: int | None
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    spans: Spans,
+    scale: float | None,
+    window: int | None,
+    causal: bool,
 ) -> Tensor:
     parts = []
     for part, _ in _pairs(spans, spans):
@@ -140,7 +152,7 @@ def _one_by_one(
             at = torch.arange(part.stop - part.start, device=query.device)
             seen = (at <= at[:, None]) & (at > at[:, None] - window)
         output = scaled_dot_product_attention(
-            query, key, value, seen, is_causal=seen is None, scale=scale, enable_gqa=True
+            query, key, value, seen, is_causal=causal and seen is None, scale=scale, enable_gqa=True
         )
         parts.append(output[0].transpose(0, 1))
     return torch.cat(parts)

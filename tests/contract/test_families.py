@@ -580,7 +580,7 @@ def test_the_kernel_of_packed_rows_is_for_attention_of_scores_and_a_window(name,
     assert usable == (name in ("qwen3", "gemma3", "qwen3_5"))
 
 
-@pytest.mark.parametrize("name", ["step3p7", "gemma4-outer"])
+@pytest.mark.parametrize("name", ["step3p7"])
 def test_a_tower_that_is_not_supported_takes_no_media(name, folders):
     assert media_family(Model(path=str(folders(name)))) is None
     assert traits_of(ours(folders(name)).config).forbidden == (1, 2)

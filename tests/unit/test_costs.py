@@ -21,6 +21,19 @@ def test_a_step_is_linear_and_waiting_requests_do_not_slow_it():
     assert [speed.step_s(n) for n in (0, 1, 10, 99)] == pytest.approx([0.011, 0.011, 0.02, 0.02])
 
 
+def test_the_published_rate_of_a_gpu_by_the_name_that_its_driver_gives_it():
+    names = (
+        "NVIDIA H200",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H100 PCIe",
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA B200",
+        "NVIDIA L40S",
+    )
+    assert [costs.peak_flops(name) for name in names] == [989e12, 989e12, 756e12, 312e12, 2250e12, 362e12]
+    assert costs.peak_flops("NVIDIA GeForce GTX 1080") is None and costs.peak_flops("") is None
+
+
 # ---- shapes ----
 
 PUBLISHED = {  # billions, from the model cards

@@ -470,7 +470,7 @@ def a_run(folder: Path) -> Path:
          "timing_s/training": 3.0, "perf/tokens_per_s": 1000.0, "perf/peak_memory_gb": 1.5},
         {"step": 2, "reward/mean": math.nan, "timing_s/step": 10.0, "timing_s/generation": 10.0, "batch/samples": 512},
         {"step": 3, "reward/mean": 0.75, "timing_s/step": 30.0, "timing_s/generation": 20.0, "timing_s/training": 10.0,
-         "perf/tokens_per_s": 2000.0, "perf/peak_memory_gb": 1.25, "batch/samples": 512},
+         "perf/tokens_per_s": 2000.0, "perf/mfu": 0.41, "perf/peak_memory_gb": 1.25, "batch/samples": 512},
         {"step": 3, "eval/accuracy": 0.875, "timing_s/eval": 2.0},
     )  # fmt: skip
 
@@ -503,6 +503,7 @@ def test_summary_text_and_panel(tmp_path: Path) -> None:
         "  steps              3, 1,536 samples trained",
         "  total time         58 s, without the start of processes",
         "  tokens/s           1.8k",
+        "  training MFU       41.0% of the published dense bfloat16 rate",
         "  peak memory        1.50 GB",
         "  time by stage      generation 36 s, training 13 s, warm start 4.0 s, eval 4.0 s, other 1.0 s",
         f"  run                {folder}",

@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
-from gcore.config.data import Data
+from gcore.config.base import Model
+from gcore.config.data import Data, Dataset
 from gcore.config.tree import Config
 from gcore.content.media import store
 from gcore.content.text import TextModality
@@ -25,24 +27,26 @@ from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.media.images import _encode_grids
 from gcore.models.networks import load_model
-from gcore.models.towers import tower_parameters
+from gcore.models.towers import encode, tower_parameters
 from gcore.observe.trace import Tracer
 from gcore.planner.inputs import Workload
 from gcore.preparation.samples import meta_of
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.training import logprob_model
-from gcore.training.backend import NewNetwork
+from gcore.training import attention, logprob_model, objective
+from gcore.training.backend import NewNetwork, by_sample
 from gcore.training.critic import networks_of
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.media_model import MediaLogprobModel
+from gcore.training.objective import StepData, step_columns
 from gcore.training.rank import TrainerRank
-from gcore.types import MicroBatch, Request, Sample, SamplingParams, TrainBatch, UserError
+from gcore.training.step_model import Compute
+from gcore.types import MicroBatch, MiniBatch, Request, Sample, SamplingParams, TrainBatch, UserError
 from tests.e2e.test_vision import SMALL
 from tests.unit.test_training import batch_of, config_of
 from tests.unit.test_training import update as train
-from tests.vision_families import picture, sound
+from tests.vision_families import picture, save, sound
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
@@ -131,16 +135,74 @@ def test_features_for_layers_are_those_of_each_image(divided):
     """Of Qwen3-VL: transformers 5.17 divides only the features for the embedding."""
     sizes, whole = [4, 1], [torch.arange(5.0)[:, None] + 10 * layer for layer in range(3)]
 
-    def get_image_features(pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+    def get_image_features(pixels: torch.Tensor, grid: torch.Tensor, **rest: Any) -> Any:
         layers = [layer.split(sizes) if divided else layer for layer in whole[1:]]
         return SimpleNamespace(pooler_output=whole[0].split(sizes), deepstack_features=layers)
 
-    given = [{"pixel_values": torch.zeros(4 * n, 2), "image_grid_thw": torch.tensor([[1, 2, 2 * n]])} for n in sizes]
-    found = _encode_grids(SimpleNamespace(get_image_features=get_image_features), given)
+    given = [{"pixel_values": np.zeros((4 * n, 2)), "image_grid_thw": np.array([[1, 2, 2 * n]])} for n in sizes]
+    model = SimpleNamespace(get_image_features=get_image_features, visual=SimpleNamespace(spatial_merge_size=2))
+    found = _encode_grids(model, given, CPU)
     assert [[part[:, 0].tolist() for part in features] for features in found] == [
         [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]],
         [[4], [14], [24]],
     ]
+
+
+def grid_world(family: str, folder: Path) -> tuple[Any, dict[tuple[int, int], Sample], list[Tokens]]:
+    """A model with grids, samples of prompts with pictures of several sizes, and the prompts."""
+    model = Model(path=str(save(family, folder)))
+    tokenizer = load_tokenizer(model)
+    network = load_model(model, tokenizer, 0, torch.float32, CPU, max_length=256)
+    templater = Templater(
+        tokenizer, Data(train=Dataset(path="x")), processor=load_processor(model, tokenizer, folder / "media")
+    )
+    sizes = [[(16, 32), (24, 16)], [], [(40, 16)]]
+    pictures = [[picture(10 * i + j, *size) for j, size in enumerate(own)] for i, own in enumerate(sizes)]
+    prompts = [templater.content({"prompt": f"{i}+7", "images": own})[2] for i, own in enumerate(pictures)]
+    return network, {s.key: s for s in samples_of(prompts)}, prompts
+
+
+GRIDS = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+
+
+@GRIDS
+def test_one_call_of_attention_for_all_images_and_windows(family, tmp_path):
+    """As on a GPU: the same features and gradients as one call per image or window."""
+    network, _, prompts = grid_world(family, tmp_path)
+    attention.register()
+    media, found = [medium for prompt in prompts for medium in prompt.media], dict[str, list[torch.Tensor]]()
+    for name in ("sdpa", attention.OF_TOWERS):
+        network.model.visual.config._attn_implementation = name
+        features = torch.cat([part.flatten() for each in encode(network, media) for part in each])
+        (features * torch.linspace(-1, 1, len(features))).sum().backward()
+        found[name] = [features.detach(), *(p.grad for p in tower_parameters(network).values())]
+        network.zero_grad()
+    plain, packed = found.values()
+    assert len(plain) > 20 and plain[0].std() > 0.01
+    for each, other in zip(plain, packed, strict=True):
+        torch.testing.assert_close(each, other, atol=1e-5, rtol=1e-4)
+
+
+@GRIDS
+def test_the_host_waits_for_no_value_of_the_device(family, tmp_path, monkeypatch):
+    """Tensors without values instead of a GPU: to read one is an error."""
+    network, samples, _ = grid_world(family, tmp_path)
+    nowhere = torch.device("meta")
+    model = MediaLogprobModel(network.to(nowhere), Compute(nowhere, torch.float32))
+    model.varlen, network.model.visual.config._attn_implementation = True, attention.OF_TOWERS
+    attend = MagicMock(side_effect=lambda query, key, value, *_: query + 0 * value.sum())
+    monkeypatch.setattr(attention, "attend_row", attend)
+    data = StepData(samples)
+    packed = model.pack(MicroBatch((tuple(samples),), 999), samples, SimpleNamespace(size=1))
+    outputs, columns = packed.joined(*model(packed)), step_columns(packed, data, nowhere)
+    goal = objective.policy(config_of().algorithm, MiniBatch((), 18, 6), 3)
+    loss, _ = goal(outputs, columns)
+    loss.backward()
+    assert {key: part.shape for key, part in by_sample(packed, outputs[0], data).items()} == dict.fromkeys(
+        samples, (3,)
+    )
+    assert network.model.visual.blocks[0].attn.qkv.weight.grad is not None and model.encoded == 3
+    assert attend.call_count == 2 + 2  # blocks of the tower, layers of the decoder
 
 
 def test_a_critic_learns_what_only_the_images_tell(tmp_path):

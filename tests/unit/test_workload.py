@@ -126,6 +126,19 @@ def test_the_row_of_an_update():
     assert set(emulated) == {"perf/idle_predicted", "perf/micro_batches"}
 
 
+def test_the_share_of_the_published_rate():
+    metas = [SampleMeta(i, 0, SampleWork(n), 1) for i, n in enumerate([100, 50, 50])]  # costs 200, 75, 75
+    cost = CostModel(100.0, flops=1e6)
+    batches = make_layout(metas, step=1, num_ranks=2, mini_batches=1, max_tokens=104, cost=cost, padded=False)
+    stats = [UpdateStats(2, wall_s=2.0, mini_batches=2)] * 2  # two epochs
+    times = StepTimes(cost, TrainerInfo(1, 8), peak=3e9)
+    assert "perf/mfu" not in times.row(batches, metas, stats)  # the first update warms up
+    assert times.row(batches, metas, stats)["perf/mfu"] == pytest.approx(3 * 2 * 350 * 1e6 / 2.0 / 3e9)
+    for other in (StepTimes(cost, TrainerInfo(1, 8)), StepTimes(CostModel(100.0), TrainerInfo(1, 8), peak=3e9)):
+        other.row(batches, metas, stats)
+        assert "perf/mfu" not in other.row(batches, metas, stats)  # unknown GPU; unknown shape
+
+
 def test_one_rank_waits_for_nobody():
     metas = [SampleMeta(0, 0, SampleWork(100), 1)]
     batches = make_layout(metas, step=1, num_ranks=1, mini_batches=1, max_tokens=104, cost=COST)

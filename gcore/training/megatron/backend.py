@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
-from gcore.training.backend import Backend, NewNetwork, compile_layers, compiles
+from gcore.training.backend import Backend, NewNetwork, by_sample, compile_layers, compiles
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.megatron import cpu
 from gcore.training.megatron.model import Row
@@ -85,7 +85,8 @@ class MegatronBackend(Backend):
 
     def info(self) -> TrainerInfo:
         num_parameters = sum(parameter.numel() for parameter in self.networks["policy"].empty.parameters())
-        return TrainerInfo(num_parameters, self._packer.hidden_size, self._packer.padded, self._topology.expert > 1)
+        packer, shared = self._packer, self._topology.expert > 1
+        return TrainerInfo(num_parameters, packer.hidden_size, packer.padded, shared, self.device_name)
 
     def outputs(
         self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData, output: int = 0
@@ -112,8 +113,7 @@ class MegatronBackend(Backend):
             dist.broadcast(all_S, *self._last_stage)
         columns: dict[Key, Tensor] = {}
         for packed, values_S in zip(real, all_S.split(sizes), strict=True):
-            for i, key in enumerate(packed.keys):
-                columns[key] = values_S[packed.sample_S == i]
+            columns |= by_sample(packed, values_S, data)
         return columns
 
     @property
