@@ -20,10 +20,12 @@ from torch.nn import functional
 
 from gcore.config.base import BuildDenoiser
 from gcore.diffusion.flow_transformer import FlowTransformer
+from gcore.diffusion.samplers import to_device
 from gcore.types import UserError
 
 Condition = Mapping[str, np.ndarray]
 EMPTY = "empty_"  # prefix of the names of the condition without a prompt, for guidance
+RECOMPILE_LIMIT = 64  # of the code of a layer: kinds of layers, one row or more, fixed and dynamic shapes
 
 
 class Denoiser(nn.Module):
@@ -58,6 +60,14 @@ class Denoiser(nn.Module):
     def checkpoint_activations(self) -> None:
         raise NotImplementedError
 
+    def compile_layers(self) -> None:
+        """Layer by layer: equal layers share compiled code. Weights are its inputs, so they may change in place. A
+        layer that does not compile runs eagerly, with a warning."""
+        limits = torch._dynamo.config
+        limits.recompile_limit, limits.suppress_errors = max(limits.recompile_limit, RECOMPILE_LIMIT), True
+        for layer in self.layers:
+            layer.compile()
+
     def frozen(self) -> list[Tensor]:
         """Weights and buffers that only engines have: text encoders and VAE. They never change."""
         return []
@@ -78,7 +88,7 @@ class Denoiser(nn.Module):
 
 def tensors_of(condition: Condition, device: torch.device) -> dict[str, Tensor]:
     """Embeddings of a prompt are megabytes: they are copied to the device once, not at every denoising step."""
-    return {name: torch.tensor(np.asarray(array), device=device) for name, array in condition.items()}
+    return {name: to_device(torch.tensor(np.asarray(array)), device) for name, array in condition.items()}
 
 
 def stacked(conditions: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

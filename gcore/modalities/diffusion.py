@@ -92,6 +92,7 @@ class Diffusion:
             generation.max_concurrent,
             keep=stale + 2 * config.checkpoint.every if stale else 1,  # checkpoints refer to samples not trained on yet
             adapters=adapters_of(denoiser, lora) if lora else None,
+            compiled=device.type == "cuda" and not generation.eager,
         )
         return SteppedEngine(backend, spec.open_tracer(), generation.min_step_s)
 

@@ -30,6 +30,19 @@ def open_engine(tmp_path):
         engine.close()
 
 
+@pytest.fixture()
+def compiled_layers(monkeypatch):
+    """Layers are traced, each in one graph, and run without generated code. Counts what was traced."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter, original = CompileCounter(), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: original(module, backend=counter, fullgraph=True))
+    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)  # it is restored: the engine changes it
+    yield counter
+    torch._dynamo.reset()
+
+
 def requests_of(config, number=12, **options) -> list[Request]:
     return [request_of(config, str(i % 10), 100 + i, **options) for i in range(number)]
 
@@ -151,6 +164,25 @@ def test_weights_that_do_not_fit_are_refused(open_engine):
     with pytest.raises(ValueError, match="lack"):
         asyncio.run(engine.load_weights(1, weights))
     assert same(generate(engine, [request_of(config)])[0], before)
+
+
+def test_compiled_layers_serve_new_weights_without_compiling_again(open_engine, compiled_layers):
+    """Also after sleep, which replaces the memory of all weights."""
+    config, frames = config_of(denoising={"guidance_scale": 2.0}, **WORK), compiled_layers
+    old, new = network_of(config), network_of(config, 9)
+    weights = {name: p.detach().clone().numpy() for name, p in new.named_parameters()}
+    requests = requests_of(config, 8)
+    expected = [states(c) for c in generate(open_engine(config), requests)]
+    renewed = [states(c) for c in generate(open_engine(config, network=new), requests)]
+    engine = open_engine(config, network=old, compiled=True)
+    assert np.allclose([states(c) for c in generate(engine, requests)], expected, atol=1e-5)
+    assert frames.frame_count == 1  # of two layers and four denoising steps
+    asyncio.run(engine.load_weights(1, weights))
+    assert np.allclose([states(c) for c in generate(engine, requests)], renewed, atol=1e-5)
+    asyncio.run(engine.sleep(1))
+    asyncio.run(engine.wake())
+    assert np.allclose([states(c) for c in generate(engine, requests)], renewed, atol=1e-5)
+    assert frames.frame_count == 1
 
 
 @pytest.mark.parametrize("level", [1, 2])
