@@ -10,7 +10,7 @@ package diffusers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,8 @@ class Denoiser(nn.Module):
         """Pixels, uint8: rows x height x width x 3, or rows x frames x height x width x 3."""
         raise NotImplementedError
 
-    def checkpoint_activations(self) -> None:
+    def checkpoint_activations(self, call: Callable[..., Any] | None = None) -> None:
+        """`call`: calls a layer with its inputs, and decides whether it is recomputed. Default: all are."""
         raise NotImplementedError
 
     def compile_layers(self) -> None:
@@ -137,7 +138,7 @@ class BuiltDenoiser(Denoiser):
     def decode(self, latents: Tensor) -> np.ndarray:
         return to_pixels(latents)
 
-    def checkpoint_activations(self) -> None:
+    def checkpoint_activations(self, call: Callable[..., Any] | None = None) -> None:
         raise UserError("training.activation_checkpointing=true: not for model.denoiser; expected false or auto")
 
 

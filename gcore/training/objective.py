@@ -85,7 +85,7 @@ def step_columns(packed: StepBatch, data: StepData, device: torch.device) -> Ste
 
     def stored(arrays: list[np.ndarray]) -> Tensor:
         joined = np.concatenate(arrays).astype(np.float32) if arrays else np.zeros(1, np.float32)
-        return torch.from_numpy(joined).to(device)
+        return torch.from_numpy(joined).to(device, non_blocking=True)  # the host need not wait for a GPU
 
     samples = [] if packed.is_padding else [data.samples[key] for key in packed.keys]
     mask_S = stored([s.mask_S for s in samples])
@@ -96,7 +96,7 @@ def step_columns(packed: StepBatch, data: StepData, device: torch.device) -> Ste
         num_samples=len(packed.keys),
         rollout_logprobs_S=stored([s.rollout_logprobs_S for s in samples]),
         advantages_S=torch.zeros_like(mask_S) if advantages_S is None else advantages_S,
-        rewards_B=torch.tensor([sample.reward or 0.0 for sample in samples], device=device),
+        rewards_B=torch.tensor([sample.reward or 0.0 for sample in samples]).to(device, non_blocking=True),
         old_logprobs_S=column("old_logprobs"),
         ref_logprobs_S=column("ref_logprobs"),
         ref_location_SD=column("ref_location"),

@@ -30,19 +30,6 @@ def open_engine(tmp_path):
         engine.close()
 
 
-@pytest.fixture()
-def compiled_layers(monkeypatch):
-    """Layers are traced, each in one graph, and run without generated code. Counts what was traced."""
-    from torch._dynamo.testing import CompileCounter
-
-    torch._dynamo.reset()
-    counter, original = CompileCounter(), torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: original(module, backend=counter, fullgraph=True))
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)  # it is restored: the engine changes it
-    yield counter
-    torch._dynamo.reset()
-
-
 def requests_of(config, number=12, **options) -> list[Request]:
     return [request_of(config, str(i % 10), 100 + i, **options) for i in range(number)]
 
