@@ -36,8 +36,6 @@ from gcore.types import Key, MicroBatch, Sample, UserError
 
 DEMONSTRATIONS = 1 << 21  # first draw of the noise of demonstrations
 DROPPED = 0.1  # share of demonstrations without their condition, if the recipe uses guidance
-KEPT_SHARE = 0.8  # of what a compiled layer would keep for its backward pass. Below it computes norms and activation
-# functions again, which takes few percent of the time; from about 0.6 on also matrix products.
 HEADROOM = 0.12  # share of a GPU that activations leave free: gradients grow, and free memory has gaps
 WORKING_LAYERS = 3  # a layer that is recomputed, and its gradients, in units of what a layer keeps
 
@@ -110,8 +108,8 @@ class DenoiseModel(nn.Module):
         if row_bytes:
             self.recompute = LayersThatFit(len(network.layers), row_bytes, partial(free_bytes, compute.device))
             network.checkpoint_activations(self.recompute)
-        if compute.compiled:
-            torch._functorch.config.activation_memory_budget = KEPT_SHARE
+        if compute.compiled:  # norms and activation functions are computed again, matrix products and attention never
+            torch._functorch.config.ban_recompute_materialized_backward = False
 
     @property
     def layers(self) -> Sequence[nn.Module]:
