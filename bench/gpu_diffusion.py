@@ -1,7 +1,8 @@
 """A training step of a diffusion model on one GPU: time by stage, memory and bytes, beside a plain loop of diffusers.
 
-    python bench/gpu_diffusion.py --json diffusion.json     # one H200
-    python bench/gpu_diffusion.py --tiny                    # a rehearsal on a CPU with a tiny shape, about a minute
+    python bench/gpu_diffusion.py --json diffusion.json                  # one H200
+    python bench/gpu_diffusion.py --prompts 4 --json diffusion.json      # half of the work, less than 5 minutes
+    python bench/gpu_diffusion.py --tiny                                 # a rehearsal on a CPU, about a minute
 
 Work: random weights in the shape of Stable Diffusion 3.5 medium (2.2B parameters, two CLIP text encoders, no T5, the
 VAE of SD3), 8 prompts x 8 samples x 20 denoising steps at 512 x 512 pixels with guidance: two passes per step, 64
@@ -10,16 +11,23 @@ pictures in one batch. All steps but the last are stochastic and trained (--trai
 - gcore: `gcore train` with runtime=local, in one process, so that functions of the engine can be timed. The first step
   is not counted: it compiles and allocates.
 - plain: the same transformer, text encoders and VAE in a loop over diffusers' modules, with the same SDE, guidance and
-  logprobs, and nothing else. The first of its repetitions is not counted.
+  logprobs, and nothing else. It trains as the script of Flow-GRPO for this model does: one denoising step of a
+  micro-batch after the other (--micro pictures, less if they do not fit), both halves of the guidance in one pass,
+  clipped ratios of logprobs, the KL of the Gaussians (--kl), float32 weights under bfloat16 autocast, no checkpointing
+  (--plain-checkpointing), clipped gradients, AdamW. It denoises with a copy in bfloat16. A short repetition comes first
+  and is not counted.
 
 Denoising is what happens between two decoded batches: network, sampler, noise, logprobs. Text encoder, VAE and files
-are timed apart. Needs diffusers. Memory: bytes that torch has allocated, at most, while generating and while training.
-Bytes of controllers: requests, responses and samples on all links, beside the bytes of the latents in files.
+are timed apart. Shares of the matrix rate count the FLOPs of gcore/cost/denoisers.py, three passes for a trained one,
+whatever is recomputed; the rate is that of a large product of matrices in the same process. Needs diffusers. Memory:
+bytes that torch has allocated, at most, while generating and while training. Bytes of controllers: requests, responses
+and samples on all links, beside the bytes of the latents in files.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import os
@@ -28,7 +36,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -64,6 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 LEVEL, GUIDANCE, SHIFT = 0.7, 4.5, 3.0
+LR, CLIP = 1e-6, 0.2
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -209,21 +218,42 @@ def run_plain(args: argparse.Namespace) -> None:
     import torch
     from diffusers import StableDiffusion3Pipeline
 
+    from bench.gpu_train import matrix_rate
+
     device, dtype, clock = device_of(args), dtype_of(args), Clock(device_of(args))
+    about = {"matrix rate": matrix_rate(torch.device(device))}
     absent: Any = dict.fromkeys(("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor"))
     pipe = StableDiffusion3Pipeline.from_pretrained(
         str(args.folder), torch_dtype=dtype, local_files_only=True, **absent
     ).to(device)
+    trained = copy.deepcopy(pipe.transformer).float().train()
+    reference = copy.deepcopy(pipe.transformer) if args.kl else None
+    if args.plain_checkpointing:
+        trained.enable_gradient_checkpointing()
+    optimizer = torch.optim.AdamW(trained.parameters(), LR, betas=(0.9, 0.95), weight_decay=0.0, fused=device == "cuda")
     found: list[dict[str, float]] = []
-    for _ in range(args.steps + 1):
+    for repetition in range(args.steps + 1):
         clock.seconds.clear()
         peak_gb(device)
+        only = 2 if repetition == 0 else args.denoising_steps  # the first one is short
         with torch.inference_mode():
             embeds, pooled = clock.timed("text encoder", plain_encode)(pipe, args)
-            latents = clock.timed("denoising", plain_denoise)(pipe.transformer, embeds, pooled, args, device)
-            clock.timed("VAE", plain_decode)(pipe.vae, latents)
-        found.append({**clock.seconds, "generating GB": peak_gb(device)})
-        save({"steps": found[1:]})
+            states, logprobs = clock.timed("denoising", plain_denoise)(pipe.transformer, embeds, pooled, args, only)
+            pictures = clock.timed("VAE", plain_decode)(pipe.vae, states[-1])
+        generating = peak_gb(device)
+        scores = torch.tensor([float(picture.mean()) for picture in pictures], device=device)
+        scores = scores.view(args.prompts, args.samples)
+        advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-4)).flatten()
+        steps = range(len(logprobs))[-args.trained or None :]
+        work = (torch.stack(states).clone(), torch.stack(logprobs).clone(), embeds.clone(), pooled.clone(), advantages)
+        del states, logprobs, embeds, pooled, pictures
+        args.micro = clock.timed("training", plain_train)(trained, reference, optimizer, work, steps, args)
+        weights = [list(network.parameters()) for network in (pipe.transformer, trained)]
+        with torch.no_grad():
+            clock.timed("weights", torch._foreach_copy_)(*weights)
+        memory = {"generating GB": generating, "training GB": peak_gb(device), "micro-batch": args.micro}
+        found.append({**clock.seconds, **memory, "step": sum(clock.seconds.values())})
+        save({**about, "steps": found[1:]})
 
 
 def plain_encode(pipe: Any, args: argparse.Namespace) -> tuple[Any, Any]:
@@ -239,37 +269,111 @@ def plain_encode(pipe: Any, args: argparse.Namespace) -> tuple[Any, Any]:
     return torch.cat([parts[i][0] for i in rows]), torch.cat([parts[i][1] for i in rows])
 
 
-def plain_denoise(network: Any, embeds: Any, pooled: Any, args: argparse.Namespace, device: str) -> Any:
-    """Flow-GRPO's SDE with guidance and logprobs."""
+def plain_sigmas(args: argparse.Namespace) -> list[float]:
+    import torch
+
+    even = torch.linspace(1, 0, args.denoising_steps + 1, dtype=torch.float64)
+    return list((SHIFT * even / (1 + (SHIFT - 1) * even)).tolist())
+
+
+def plain_velocity(network: Any, x: Any, s: float, embeds: Any, pooled: Any, dtype: Any) -> Any:
+    """With guidance. `embeds`, `pooled`: without the prompt, then with it."""
+    import torch
+
+    times = torch.full((2 * len(x),), 1000 * s, device=x.device)
+    found = network(
+        hidden_states=torch.cat([x, x]).to(dtype),
+        timestep=times,
+        encoder_hidden_states=embeds,
+        pooled_projections=pooled,
+        return_dict=False,
+    )[0].float()
+    empty, prompted = found.chunk(2)
+    return empty + GUIDANCE * (prompted - empty)
+
+
+def plain_gaussian(x: Any, v: Any, s: float, following: float, second: float) -> tuple[Any, float]:
+    """Mean and standard deviation of a step of Flow-GRPO's SDE."""
+    ds, inside = following - s, s if s < 1 else second
+    g2 = LEVEL**2 * inside / (1 - inside)
+    mean = x * (1 + g2 / (2 * s) * ds) + v * (1 + g2 * (1 - s) / (2 * s)) * ds
+    return mean, (-g2 * ds) ** 0.5
+
+
+def plain_logprob(x: Any, mean: Any, std: float) -> Any:
+    """Without constants."""
+    return (-((x - mean) ** 2) / (2 * std**2)).flatten(1).mean(1)
+
+
+def plain_denoise(
+    network: Any, embeds: Any, pooled: Any, args: argparse.Namespace, only: int
+) -> tuple[list[Any], list[Any]]:
+    """The latents before and after each of the first `only` steps, and the logprobs of the stochastic ones."""
     import torch
 
     number, side = args.prompts * args.samples, args.pixels // 8
-    even = torch.linspace(1, 0, args.denoising_steps + 1, dtype=torch.float64)
-    sigmas = (SHIFT * even / (1 + (SHIFT - 1) * even)).tolist()
-    x = torch.randn(number, SHAPES[args.shape]["channels"], side, side, device=device)
-    dtype = embeds.dtype
-    for i, (s, following) in enumerate(itertools.pairwise(sigmas)):
-        times = torch.full((2 * number,), 1000 * s, device=device)
-        found = network(
-            hidden_states=torch.cat([x, x]).to(dtype),
-            timestep=times,
-            encoder_hidden_states=embeds,
-            pooled_projections=pooled,
-            return_dict=False,
-        )[0].float()
-        empty, prompted = found.chunk(2)
-        v, ds = empty + GUIDANCE * (prompted - empty), following - s
+    sigmas = plain_sigmas(args)
+    x = torch.randn(number, SHAPES[args.shape]["channels"], side, side, device=embeds.device)
+    states, logprobs = [x], list[Any]()
+    for i, (s, following) in itertools.islice(enumerate(itertools.pairwise(sigmas)), only):
+        v = plain_velocity(network, x, s, embeds, pooled, embeds.dtype)
         if i == args.denoising_steps - 1:
-            x = x + v * ds
+            x = x + v * (following - s)
+        else:
+            mean, std = plain_gaussian(x, v, s, following, sigmas[1])
+            x = mean + std * torch.randn_like(x)
+            logprobs.append(plain_logprob(x, mean, std))
+        states.append(x)
+    torch.stack(logprobs).cpu()
+    return states, logprobs
+
+
+def plain_train(
+    network: Any, reference: Any, optimizer: Any, work: tuple[Any, ...], steps: Sequence[int], args: argparse.Namespace
+) -> int:
+    """One update of all pictures. Returns the size of micro-batches: half of it, until one fits."""
+    import torch
+
+    while True:
+        try:
+            plain_backward(network, reference, work, steps, args)
             break
-        inside = s if s < 1 else sigmas[1]
-        g2 = LEVEL**2 * inside / (1 - inside)
-        mean = x * (1 + g2 / (2 * s) * ds) + v * (1 + g2 * (1 - s) / (2 * s)) * ds
-        std = (-g2 * ds) ** 0.5
-        x = mean + std * torch.randn_like(x)
-        logprobs = (-((x - mean) ** 2) / (2 * std**2)).flatten(1).mean(1)
-        logprobs.cpu()
-    return x
+        except torch.OutOfMemoryError:
+            if args.micro == 1:
+                raise
+        args.micro //= 2  # here the error no longer holds its tensors
+        optimizer.zero_grad()
+        torch.cuda.empty_cache()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return int(args.micro)
+
+
+def plain_backward(
+    network: Any, reference: Any, work: tuple[Any, ...], steps: Sequence[int], args: argparse.Namespace
+) -> None:
+    import torch
+
+    states, logprobs, embeds, pooled, advantages = work
+    number, sigmas, device = len(advantages), plain_sigmas(args), embeds.device
+    for chosen in torch.randperm(number, device=device).split(args.micro):
+        both = torch.cat([chosen, number + chosen])
+        condition = embeds[both], pooled[both]
+        for i in steps:
+            x, after, s = states[i][chosen], states[i + 1][chosen], sigmas[i]
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                v = plain_velocity(network, x, s, *condition, embeds.dtype)
+            mean, std = plain_gaussian(x, v, s, sigmas[i + 1], sigmas[1])
+            ratio = torch.exp(plain_logprob(after, mean, std) - logprobs[i][chosen])
+            gain = advantages[chosen]
+            loss = torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - CLIP, 1 + CLIP)).sum()
+            if reference is not None:
+                with torch.no_grad():
+                    v = plain_velocity(reference, x, s, *condition, embeds.dtype)
+                other, _ = plain_gaussian(x, v, s, sigmas[i + 1], sigmas[1])
+                loss = loss + args.kl * ((mean - other) ** 2).flatten(1).mean(1).sum() / (2 * std**2)
+            (loss / (number * len(steps))).backward()
 
 
 def plain_decode(vae: Any, latents: Any) -> Any:
@@ -288,18 +392,22 @@ def reward(images: Any, prompts: Any, **_: Any) -> list[float]:
 
 
 def run_gcore(args: argparse.Namespace) -> None:
+    import torch
+
+    from bench.gpu_train import matrix_rate
     from gcore.config.load import load_config
     from gcore.content import media
     from gcore.diffusion.pipelines import PipelineDenoiser
     from gcore.driver.supervise import run
     from gcore.generation.diffusion import DiffusionBackend
     from gcore.protocols import UpdateStats
+    from gcore.training.denoise_model import LayersThatFit
     from gcore.training.rank import TrainerRank
     from gcore.training.state import TrainedName
     from gcore.types import TrainBatch
 
     device = device_of(args)
-    clock, peaks = Clock(device), dict[str, float]()
+    clock, peaks, about = Clock(device), dict[str, float](), {"matrix rate": matrix_rate(torch.device(device_of(args)))}
     watched: list[tuple[Any, str, str]] = [
         (PipelineDenoiser, "encode", "text encoder"),
         (PipelineDenoiser, "decode", "VAE"),
@@ -316,17 +424,26 @@ def run_gcore(args: argparse.Namespace) -> None:
         peaks["training GB"] = max(peaks.get("training GB", 0.0), peak_gb(device))
         return stats
 
+    begin = LayersThatFit.begin
+
+    def counted(self: LayersThatFit, num_rows: int) -> None:
+        begin(self, num_rows)
+        peaks["layers recomputed"] = max(peaks.get("layers recomputed", 0.0), self.recomputed)
+
     TrainerRank._train = measured  # type: ignore[method-assign]
+    LayersThatFit.begin = counted  # type: ignore[method-assign]
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=Path(os.environ[TARGET]).parent))
     recipe = folder / "recipe.yaml"
     recipe.write_text(json.dumps(tree_of(args, folder)))  # JSON is YAML
     config = load_config(recipe, args.set)
-    watch = threading.Thread(target=watch_run, args=(config.run.folder, args, clock, peaks), daemon=True)
+    watch = threading.Thread(target=watch_run, args=(config.run.folder, args, clock, peaks, about), daemon=True)
     watch.start()
     run(config)
 
 
-def watch_run(run: Path, args: argparse.Namespace, clock: Clock, peaks: dict[str, float]) -> None:
+def watch_run(
+    run: Path, args: argparse.Namespace, clock: Clock, peaks: dict[str, float], about: dict[str, float]
+) -> None:
     """Saves every step when it is there. Ends the process after the last: a run that ends writes a checkpoint."""
     found, before = list[dict[str, float]](), dict[str, float]()
     while len(found) <= args.steps:
@@ -337,7 +454,7 @@ def watch_run(run: Path, args: argparse.Namespace, clock: Clock, peaks: dict[str
             spent = {name: now[name] - before.get(name, 0.0) for name in now}
             before = now
             found.append(step_of(row, spent, run, args) | peaks)
-            save({"steps": found[1:]})
+            save({**about, "first step": found[0], "steps": found[1:]})
     os._exit(0)
 
 
@@ -345,10 +462,12 @@ def step_of(row: dict[str, Any], spent: dict[str, float], run: Path, args: argpa
     """`spent`: seconds of functions since the last step; the engine decodes inside of its last step."""
     versions = sorted(path for path in (run / "latents" / "engine-0").iterdir() if path.name.isdigit())
     sizes = [path.stat().st_size for path in versions[-1].iterdir()] if versions else []
+    stages = {stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("rollout", "preparation", "training", "weights")}
     return {
         "denoising": spent.get("engine steps", 0.0) - spent.get("VAE", 0.0),
         **{name: spent.get(name, 0.0) for name in ("text encoder", "VAE", "files")},
-        **{stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("rollout", "preparation", "training", "weights")},
+        **stages,
+        "step": sum(stages.values()),
         "logprob difference": row["rollout/logprob_diff_mean"],
         "controllers MB": sum(value for name, value in row.items() if name.startswith("link/")),
         "latents MB": sum(sizes) / 1e6,
@@ -378,7 +497,8 @@ def tree_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "generation": {"denoising": denoising, "max_concurrent": args.prompts * args.samples},
         "rewards": {"functions": [{"name": "bright", "path": f"{Path(__file__).resolve()}:reward"}]},
         "sampling": {"prompts_per_step": args.prompts, "samples_per_prompt": args.samples},
-        "training": {"lr": 1e-6, "device": device_of(args)},
+        "algorithm": {"kl_coef": args.kl, "kl_estimator": "exact", "clip_ratio_low": CLIP, "clip_ratio_high": CLIP},
+        "training": {"lr": LR, "device": device_of(args)},
         "checkpoint": {"every": 0},
         "observe": {"progress": "plain", "trackers": [], "samples_per_step": 0},
         "placement": {"trainer": {"ranks": 1, **({"threads": 1} if args.tiny else {})}, "policy": {"replicas": 1}},
@@ -388,27 +508,46 @@ def tree_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 # ---- the experiment --------------------------------------------------------------------------------------------------
 
 WORKERS = {"model": write_model, "plain": run_plain, "gcore": run_gcore}
-LIMITS = {"model": 120, "plain": 120, "gcore": 420}  # gcore: start, compilation, two steps of about 60 s (gcore plan)
+LIMITS = {"model": 120, "plain": 300, "gcore": 420}  # gcore: start, compilation, two steps
+
+
+def flops_of(args: argparse.Namespace) -> dict[str, float]:
+    """Of a step, by part."""
+    from gcore.cost.denoisers import DENOISERS, DenoiserShape
+
+    shape = SHAPES[args.shape]
+    cost = DENOISERS.get(args.shape) or DenoiserShape(args.shape, shape["layers"], shape["heads"] * shape["head"], 333)
+    passes = 2 * args.prompts * args.samples * cost.pass_flops(args.pixels)
+    trained = args.trained or args.denoising_steps - 1
+    return {"denoising": args.denoising_steps * passes, "training": 3 * trained * passes}
 
 
 def show(record: dict[str, Any], args: argparse.Namespace) -> None:
-    number = args.prompts * args.samples
+    number, flops = args.prompts * args.samples, flops_of(args)
     print(
         f"{args.shape}: {record['model'].get('parameters', 0) / 1e6:,.1f}M parameters, {number} pictures of "
         f"{args.pixels} x {args.pixels} pixels, {args.denoising_steps} steps"
     )
-    rates = {}
+    best = dict[str, dict[str, float]]()
     for name in ("plain", "gcore"):
-        steps = record.get(name, {}).get("steps") or []
-        if not steps:
-            print(f"{name}: no step: {record.get(name, {}).get('error', 'not run')}")
+        part = record.get(name, {})
+        if not part.get("steps"):
+            print(f"{name}: no step: {part.get('error', 'not run')}")
             continue
-        best = min(steps, key=lambda step: float(step["denoising"]))
-        rates[name] = number * args.denoising_steps / best["denoising"]
-        print(f"{name}: {rates[name]:,.1f} denoising steps of a picture per second; seconds, GB and MB of this step:")
-        print("  " + ", ".join(f"{key} {value:.3g}" for key, value in best.items()))
-    if len(rates) == 2:
-        print(f"denoising throughput: {rates['gcore'] / rates['plain']:.1%} of the plain loop's")
+        row = best[name] = min(part["steps"], key=lambda step: float(step["step"]))
+        shares = {stage: flops[stage] / row[stage] / part["matrix rate"] for stage in flops}
+        print(
+            f"{name}: {number * args.denoising_steps / row['denoising']:,.1f} denoising steps of a picture per second, "
+            f"{shares['denoising']:.1%} of the matrix rate ({part['matrix rate'] / 1e12:,.3g} TFLOP/s); training "
+            f"{shares['training']:.1%} of it; seconds, GB and MB of this step:"
+        )
+        print("  " + ", ".join(f"{key} {value:.3g}" for key, value in row.items()))
+        if first := part.get("first step"):
+            stages = ("rollout", "training", "step")
+            print("  the first step: " + ", ".join(f"{stage} {first[stage]:.3g}" for stage in stages))
+    if len(best) == 2:
+        ratios = (f"{key} {best['plain'][key] / best['gcore'][key]:.2f}" for key in ("denoising", "training", "step"))
+        print(f"times as fast as the plain loop: {', '.join(ratios)}")
 
 
 def main() -> None:
@@ -417,9 +556,10 @@ def main() -> None:
         return WORKERS[args.worker](args)
     work = args.work or Path(tempfile.mkdtemp(prefix="gpu-diffusion-"))
     args.folder = args.folder or work / f"model-{args.shape}"
-    names = ("prompts", "samples", "denoising_steps", "trained", "pixels", "steps", "folder")
+    names = ("prompts", "samples", "denoising_steps", "trained", "pixels", "steps", "folder", "micro", "kl")
     arguments = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
-    arguments += [*(["--tiny"] if args.tiny else []), *(f"--set={override}" for override in args.set)]
+    flags = (f"--{name.replace('_', '-')}" for name in ("tiny", "plain_checkpointing") if getattr(args, name))
+    arguments += [*flags, *(f"--set={override}" for override in args.set)]
     record: dict[str, Any] = {"settings": {**vars(args)}}
     for name in ("model", "plain", "gcore"):
         if name == "model" and (args.folder / "model_index.json").exists():
@@ -446,6 +586,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trained", type=int, default=0, help="a window of trained steps; 0: all except the last")
     parser.add_argument("--pixels", type=int, help="512; 32 with --tiny")
     parser.add_argument("--steps", type=int, default=1, help="counted training steps; one more is made before them")
+    parser.add_argument("--kl", type=float, default=0.0, help="weight of the KL to the first policy")
+    parser.add_argument("--micro", type=int, default=8, help="plain: pictures of a micro-batch")
+    parser.add_argument("--plain-checkpointing", action="store_true", help="plain: recompute all layers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the recipe")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", type=Path, help="folder for models, logs and runs; default: a new one")

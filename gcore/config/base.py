@@ -308,7 +308,8 @@ class Serving(Section):
     tensor_parallel: PositiveInt = 1
     """vLLM, SGLang: GPUs per replica."""
     eager: bool = False
-    """vLLM, SGLang: do not compile or capture CUDA graphs; starts faster, decodes slower."""
+    """vLLM, SGLang: do not compile or capture CUDA graphs; starts faster, decodes slower. Diffusion models on a GPU: do
+    not compile the layers."""
     decode_steps: PositiveInt = 8
     """vLLM with `tensor_parallel: 1` on a GPU: at most this many decoding steps are launched at once, without vLLM's
     scheduler between them, see docs/engines.md. 1: the scheduler is called for every step."""

@@ -70,7 +70,8 @@ class Training(Section):
     activation_checkpointing: bool | Auto = "auto"
     """Keep only the input of each decoder layer and recompute the rest in the backward pass: less memory, about a third
     more compute. `auto`: only if the activations of `max_tokens_per_gpu` tokens do not fit on the GPU beside the rest;
-    never on a CPU. `--dry-run` prints the choice, see docs/planner.md."""
+    never on a CPU. `--dry-run` prints the choice, see docs/planner.md. Diffusion models: `auto` recomputes the layers
+    that do not fit, and keeps the activations of all others."""
     offload: Literal["auto", "none", "optimizer", "all"] = "auto"
     """What of the trainer is in host memory while engines use its GPU. `none`: nothing; `optimizer`: the two moments of
     AdamW, of which a part at a time is on the GPU during optimizer steps; `all`: the moments, the weights (on the GPU

@@ -10,7 +10,7 @@ package diffusers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ from torch.nn import functional
 
 from gcore.config.base import BuildDenoiser
 from gcore.diffusion.flow_transformer import FlowTransformer
+from gcore.diffusion.samplers import to_device
 from gcore.types import UserError
 
 Condition = Mapping[str, np.ndarray]
 EMPTY = "empty_"  # prefix of the names of the condition without a prompt, for guidance
+RECOMPILE_LIMIT = 64  # of the code of a layer: kinds of layers, one row or more, fixed and dynamic shapes
 
 
 class Denoiser(nn.Module):
@@ -55,8 +57,17 @@ class Denoiser(nn.Module):
         """Pixels, uint8: rows x height x width x 3, or rows x frames x height x width x 3."""
         raise NotImplementedError
 
-    def checkpoint_activations(self) -> None:
+    def checkpoint_activations(self, call: Callable[..., Any] | None = None) -> None:
+        """`call`: calls a layer with its inputs, and decides whether it is recomputed. Default: all are."""
         raise NotImplementedError
+
+    def compile_layers(self) -> None:
+        """Layer by layer: equal layers share compiled code. Weights are its inputs, so they may change in place. A
+        layer that does not compile runs eagerly, with a warning."""
+        limits = torch._dynamo.config
+        limits.recompile_limit, limits.suppress_errors = max(limits.recompile_limit, RECOMPILE_LIMIT), True
+        for layer in self.layers:
+            layer.compile()
 
     def frozen(self) -> list[Tensor]:
         """Weights and buffers that only engines have: text encoders and VAE. They never change."""
@@ -78,7 +89,7 @@ class Denoiser(nn.Module):
 
 def tensors_of(condition: Condition, device: torch.device) -> dict[str, Tensor]:
     """Embeddings of a prompt are megabytes: they are copied to the device once, not at every denoising step."""
-    return {name: torch.tensor(np.asarray(array), device=device) for name, array in condition.items()}
+    return {name: to_device(torch.tensor(np.asarray(array)), device) for name, array in condition.items()}
 
 
 def stacked(conditions: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -127,7 +138,7 @@ class BuiltDenoiser(Denoiser):
     def decode(self, latents: Tensor) -> np.ndarray:
         return to_pixels(latents)
 
-    def checkpoint_activations(self) -> None:
+    def checkpoint_activations(self, call: Callable[..., Any] | None = None) -> None:
         raise UserError("training.activation_checkpointing=true: not for model.denoiser; expected false or auto")
 
 

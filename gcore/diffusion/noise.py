@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gcore.diffusion.samplers import to_device
+
 GOLDEN, MIX_1, MIX_2 = (
     value - 2**64 if value >= 2**63 else value  # torch has no unsigned arithmetic: the same bits as signed numbers
     for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -39,8 +41,8 @@ def normals(keys: Sequence[int], draws: Sequence[int], shape: Sequence[int], dev
 def uniforms(keys: Sequence[int], draws: Sequence[int], number: int, device: torch.device) -> Tensor:
     """`number` numbers in [0, 1) for each (key, draw), in float64: as generation/noise.uniforms."""
     signed = [key - 2**64 if key >= 2**63 else key for key in keys]
-    key_B1 = torch.tensor(signed, dtype=torch.int64, device=device)[:, None]
-    first_B1 = torch.tensor(draws, dtype=torch.int64, device=device)[:, None] << DRAW_BITS
+    key_B1, draw_B1 = to_device(torch.tensor([signed, list(draws)], dtype=torch.int64), device)[..., None]
+    first_B1 = draw_B1 << DRAW_BITS
     z = key_B1 + (first_B1 + torch.arange(1, number + 1, device=device)) * GOLDEN
     z = (z ^ _shift(z, 30)) * MIX_1
     z = (z ^ _shift(z, 27)) * MIX_2

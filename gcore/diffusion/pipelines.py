@@ -212,8 +212,8 @@ class PipelineDenoiser(Denoiser):
         shift = vae.config.shift_factor or 0.0
         return to_pixels(vae.decode(latents / vae.config.scaling_factor + shift, return_dict=False)[0])
 
-    def checkpoint_activations(self) -> None:
-        self.transformer.enable_gradient_checkpointing()
+    def checkpoint_activations(self, call: Callable[..., Any] | None = None) -> None:
+        self.transformer.enable_gradient_checkpointing(call)
 
 
 def _array(value: Tensor) -> np.ndarray:

@@ -65,6 +65,13 @@ def rows(values_B: Tensor, like: Tensor) -> Tensor:
     return values_B.view(-1, *[1] * (like.dim() - 1))
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """From the host. On a GPU the host does not wait for the work before: it prepares the next pass meanwhile."""
+    if device.type != "cuda" or values.device.type == "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The steps of a sampler. `time`: what the network gets at each step, from 1 (noise) towards 0. `sde`, `ode`: a, b
@@ -80,10 +87,9 @@ class Schedule:
 
     def step(self, latents: Tensor, prediction: Tensor, steps_B: Tensor, stochastic_B: Tensor) -> Transition:
         """The transition of each row from step `steps_B` to the next, by the SDE where `stochastic_B`, else the ODE."""
-        device = latents.device
         steps_B = steps_B.cpu()
         table = torch.where(stochastic_B.cpu()[:, None], self.sde[steps_B], self.ode[steps_B])
-        a, b, std_B = table.float().to(device).unbind(1)
+        a, b, std_B = to_device(table.float(), latents.device).unbind(1)
         mean = rows(a, latents) * latents.float() + rows(b, latents) * prediction.float()
         return Transition(mean, std_B)
 

@@ -31,7 +31,7 @@ from gcore.content.latents import Latents, latents_of
 from gcore.content.media import ArrayRef
 from gcore.diffusion.denoiser import Condition, Denoiser, stacked, tensors_of
 from gcore.diffusion.noise import EVALUATION, START, normals
-from gcore.diffusion.samplers import schedule_of
+from gcore.diffusion.samplers import schedule_of, to_device
 from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step
 from gcore.generation.sleep import GIB, SleepState
 from gcore.models.networks import Adapters
@@ -48,6 +48,7 @@ class DenoiseJob(Job):
     """A request of the diffusion engine. `states`: the latents before the first step and after each one."""
 
     states: list[Tensor] = field(default_factory=list)
+    step_logprobs: list[Tensor] = field(default_factory=list)  # on the device: no step waits for them
     condition: Mapping[str, Tensor] = field(default_factory=dict)  # shared by the jobs of a prompt
     condition_refs: tuple[tuple[str, ArrayRef], ...] = ()
     picture: np.ndarray | None = None
@@ -56,7 +57,7 @@ class DenoiseJob(Job):
 
     @property
     def num_steps(self) -> int:
-        return len(self.logprobs)
+        return len(self.step_logprobs)
 
     @property
     def latents(self) -> Latents:
@@ -82,7 +83,9 @@ class DenoiseJob(Job):
 
     def completion(self, finish: Finish) -> Completion:
         content, versions_S = Latents(self.latents.prompt, self.latents.tokens, self.latents.window), self.versions_S()
+        logprobs_S = np.zeros(0, np.float32)
         if self.num_steps:
+            logprobs_S = torch.stack(self.step_logprobs).cpu().numpy()
             folder = _version_folder(self.folder, int(versions_S[-1]), self.keep)
             states = torch.stack(self.states).float().cpu().numpy()
             content = replace(
@@ -92,7 +95,7 @@ class DenoiseJob(Job):
                 picture=None if self.picture is None else media.store(self.picture, folder),
                 condition=self.condition_refs,
             )
-        return Completion(content, np.array(self.logprobs, np.float32), versions_S, finish)
+        return Completion(content, logprobs_S, versions_S, finish)
 
 
 def _version_folder(folder: Path, version: int, keep: int) -> Path:
@@ -108,7 +111,8 @@ def _version_folder(folder: Path, version: int, keep: int) -> Path:
 
 
 class DiffusionBackend(DecodeBackend):
-    """`folder`: of the latents and pictures; `keep`: weight versions before the current one whose files stay."""
+    """`folder`: of the latents and pictures; `keep`: weight versions before the current one whose files stay;
+    `compiled`: the layers of the network. Compiled code serves all weights: they change in place."""
 
     make_job = DenoiseJob
 
@@ -120,6 +124,7 @@ class DiffusionBackend(DecodeBackend):
         max_concurrent: int,
         keep: int = 1,
         adapters: Adapters | None = None,
+        compiled: bool = False,
     ) -> None:
         self._denoiser, self._spec, self._schedule = denoiser, spec, schedule_of(spec)
         self._folder, self.max_concurrent, self._keep = folder, max_concurrent, keep
@@ -132,6 +137,9 @@ class DiffusionBackend(DecodeBackend):
         self._frozen = denoiser.frozen()
         self._frozen_host: list[Tensor] = []  # a copy, made when the engine sleeps for the first time
         self._receiver = receiver_in_process(self._parameters, adapters)
+        self._launched: torch.cuda.Event | None = None  # the end of the step before
+        if compiled:
+            denoiser.compile_layers()
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
         use_threads(1)
@@ -232,7 +240,7 @@ class DiffusionBackend(DecodeBackend):
         latents = torch.stack([job.states[-1] for job in rows])
         steps_B = torch.tensor([job.step for job in rows])
         stochastic_B = torch.tensor([job.is_stochastic for job in rows])
-        times_B = self._schedule.times(steps_B).to(device)
+        times_B = to_device(self._schedule.times(steps_B), device)
         condition = stacked([job.condition for job in rows])
         prediction = self._denoiser(latents, times_B, condition, self._spec.guidance_scale)
         transition = self._schedule.step(latents, prediction, steps_B, stochastic_B)
@@ -242,10 +250,11 @@ class DiffusionBackend(DecodeBackend):
             noise = normals(keys, draws, self._denoiser.latent_shape, device)
             std = transition.std_B.view(-1, *[1] * (latents.dim() - 1))
             following = following + std * noise
-        logprobs = transition.logprob(following, self._spec.logprob)[:n].tolist()
-        for job, state, logprob in zip(jobs, following[:n], logprobs, strict=True):
+        logprobs_B = transition.logprob(following, self._spec.logprob)
+        for job, state, logprob in zip(jobs, following[:n], logprobs_B[:n], strict=True):
             job.states.append(state)
-            job.logprobs.append(logprob)
+            job.step_logprobs.append(logprob)
+        self._wait_for_last_step()
         done = [job for job in jobs if job.num_steps == job.request.params.max_tokens]
         if done:
             pictures = self._denoiser.decode(torch.stack([job.states[-1] for job in done]))
@@ -253,6 +262,16 @@ class DiffusionBackend(DecodeBackend):
                 job.picture = picture
         self.remove(done)
         return Step(n, [(job, "stop") for job in done])
+
+    def _wait_for_last_step(self) -> None:
+        """The host prepares one step while the GPU computes the one before, and no more: requests join and leave
+        between steps."""
+        if self._device.type == "cuda":
+            launched = torch.cuda.Event()
+            launched.record()
+            if self._launched is not None:
+                self._launched.synchronize()
+            self._launched = launched
 
     def remove(self, jobs: Collection[Job]) -> None:
         removed = set(jobs)

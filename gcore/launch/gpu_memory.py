@@ -41,7 +41,6 @@ from gcore.types import UserError
 NEGLIGIBLE = 0.05  # of a GPU: a smaller peak needs no table
 WORTH_CHANGING = 0.05  # share of the peak of parts that advice is about
 MEGATRON_STATE = ("weights", "gradients", "optimizer", "reference")  # on the GPU at all times
-ACTIVATION_SHARE = 0.25  # of a GPU: a denoiser whose samples need more recomputes its activations
 BYTES = 2  # engines and scorers on a GPU: bfloat16
 
 
@@ -88,14 +87,16 @@ def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> M
 
 
 def _plan_activations(config: Config, activations: float, gpu_bytes: float) -> MemoryPlan:
-    """Recomputation, if the activations of one sample need a large part of the GPU. Nothing is off-loaded, and nothing
-    is refused: `gcore plan --denoiser` estimates the rest."""
+    """`auto` of training.activation_checkpointing stays: trainer ranks recompute the layers that do not fit. Nothing is
+    off-loaded, and nothing is refused: `gcore plan --denoiser` estimates the rest."""
     wanted, config = config.training.activation_checkpointing, _without_auto(config)
     if wanted != "auto" or not activations:
         return MemoryPlan(config)
-    recompute = activations > ACTIVATION_SHARE * gpu_bytes
-    note = f"a sample needs {activations / GB:.1f} GB of activations without training.activation_checkpointing"
-    return MemoryPlan(config.changed("training", activation_checkpointing=recompute), note=note)
+    note = (
+        f"a sample needs {activations / GB:.1f} of {gpu_bytes / GB:.0f} GB for activations; layers that do not fit are "
+        "recomputed (training.activation_checkpointing=auto)"
+    )
+    return MemoryPlan(config.changed("training", activation_checkpointing=wanted), note=note)
 
 
 def _plan_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> MemoryPlan:

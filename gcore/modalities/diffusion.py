@@ -11,7 +11,7 @@ from gcore.config.denoising import Denoising
 from gcore.config.tree import Config
 from gcore.content.base import Modality
 from gcore.content.latents import LatentModality
-from gcore.cost.denoisers import MOST_ACTIVATIONS
+from gcore.cost.denoisers import COMPILED_SHARE, MOST_ACTIVATIONS
 from gcore.cost.workload import CostModel
 from gcore.modalities.media_keys import check_media_keys
 from gcore.prompts.conditions import ConditionTemplater, pass_tokens, transformer_config
@@ -53,14 +53,19 @@ class Diffusion:
     @property
     def activation_bytes(self) -> float:
         """Without recomputation: the passes of one sample are in one micro-batch. 0: a small model that is built."""
-        model, spec = self.config.model, self._spec
-        if model.path is None:
+        if self.config.model.path is None:
             return 0.0
-        about = transformer_config(model)
-        width = int(about["num_attention_heads"]) * int(about["attention_head_dim"])
+        about, spec = transformer_config(self.config.model), self._spec
         depth = int(about["num_layers"]) + int(about.get("num_single_layers") or 0)
-        passes = spec.window.size if spec.window else spec.steps - 1
-        return float(passes * pass_tokens(model, spec) * width * depth * MOST_ACTIVATIONS)
+        return (spec.window.size if spec.window else spec.steps - 1) * depth * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> float:
+        """That a layer keeps of one denoising step."""
+        about, model = transformer_config(self.config.model), self.config.model
+        width = int(about["num_attention_heads"]) * int(about["attention_head_dim"])
+        share = 1.0 if self.config.training.compile is False else COMPILED_SHARE
+        return pass_tokens(model, self._spec) * width * MOST_ACTIVATIONS * share
 
     def templater(self, split: Literal["train", "eval"], eval_set: str = "") -> ConditionTemplater:
         return ConditionTemplater(self.config, split, eval_set)
@@ -92,6 +97,7 @@ class Diffusion:
             generation.max_concurrent,
             keep=stale + 2 * config.checkpoint.every if stale else 1,  # checkpoints refer to samples not trained on yet
             adapters=adapters_of(denoiser, lora) if lora else None,
+            compiled=device.type == "cuda" and not generation.eager,
         )
         return SteppedEngine(backend, spec.open_tracer(), generation.min_step_s)
 
@@ -103,9 +109,15 @@ class Diffusion:
         from gcore.training.denoise_model import DenoiseModel
         from gcore.training.fsdp import FsdpBackend
 
-        config = self.config
+        config, training = self.config, self.config.training
         velocity = config.algorithm.kl_estimator == "velocity"
-        wrap = functools.partial(DenoiseModel, spec=self._spec, seed=config.run.seed, velocity=velocity)
+        chooses = (
+            training.activation_checkpointing == "auto" and device.type == "cuda" and config.model.path is not None
+        )
+        row_bytes = self._row_bytes if chooses else 0.0
+        wrap = functools.partial(
+            DenoiseModel, spec=self._spec, seed=config.run.seed, velocity=velocity, row_bytes=row_bytes
+        )
         make = functools.partial(load_denoiser, config, device, torch.float32, encoders=False)
         return FsdpBackend(config, {"policy": NewNetwork(make, wrap)}, device, dtype, shard)
 

@@ -15,24 +15,29 @@ imitation is the usual regression.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gcore.config.denoising import Denoising
 from gcore.content.latents import DEMONSTRATION_DRAWS, Latents, latents_of
 from gcore.diffusion.denoiser import EMPTY, Condition, Denoiser, from_pixels, stacked, tensors_of
 from gcore.diffusion.noise import normals, uniforms
-from gcore.diffusion.samplers import noised, rows, schedule_of
+from gcore.diffusion.samplers import noised, rows, schedule_of, to_device
 from gcore.training.context import RowGroup
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.types import Key, MicroBatch, Sample, UserError
 
 DEMONSTRATIONS = 1 << 21  # first draw of the noise of demonstrations
 DROPPED = 0.1  # share of demonstrations without their condition, if the recipe uses guidance
+HEADROOM = 0.12  # share of a GPU that activations leave free: gradients grow, and free memory has gaps
+WORKING_LAYERS = 3  # a layer that is recomputed, and its gradients, in units of what a layer keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +59,57 @@ class PackedLatents:
         return outputs
 
 
+class LayersThatFit:
+    """Calls layers so that as many as fit keep their activations. The first ones are recomputed in the backward pass:
+    when it comes to them, the others have freed theirs. `row_bytes`: that a layer keeps for a row."""
+
+    def __init__(self, num_layers: int, row_bytes: float, free_bytes: Callable[[], float]) -> None:
+        self._num_layers, self._row_bytes, self._free_bytes = num_layers, row_bytes, free_bytes
+        self.recomputed = 0  # layers still to come
+
+    def begin(self, num_rows: int) -> None:
+        """A forward pass."""
+        lacking = self._num_layers - int(self._free_bytes() / (num_rows * self._row_bytes))
+        self.recomputed = min(lacking + WORKING_LAYERS, self._num_layers) if lacking > 0 else 0
+
+    def __call__(self, layer: Any, *inputs: Any) -> Any:
+        if not self.recomputed:
+            return layer(*inputs)
+        self.recomputed -= 1
+        return checkpoint(layer.__call__, *inputs, use_reentrant=False)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Of a GPU, for activations. Does not wait for the device."""
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(free + unused - HEADROOM * total)
+
+
 class DenoiseModel(nn.Module):
     """Implements step_model.StepModel. `velocity`: locations are predictions, see above. `seed`: of the noise of
-    demonstrations."""
+    demonstrations. `row_bytes`: what a layer keeps of a row for the backward pass, if layers that do not fit on the GPU
+    are recomputed; 0: all keep theirs."""
 
     def __init__(
-        self, network: Denoiser, compute: Compute = ON_CPU, *, spec: Denoising, seed: int = 0, velocity: bool = False
+        self,
+        network: Denoiser,
+        compute: Compute = ON_CPU,
+        *,
+        spec: Denoising,
+        seed: int = 0,
+        velocity: bool = False,
+        row_bytes: float = 0.0,
     ) -> None:
         super().__init__()
         self.network, self.compute, self.spec, self.seed, self.velocity = network, compute, spec, seed, velocity
         self.schedule, self.guided = schedule_of(spec), network.is_guided(spec.guidance_scale)
+        self.recompute: LayersThatFit | None = None
+        if row_bytes:
+            self.recompute = LayersThatFit(len(network.layers), row_bytes, partial(free_bytes, compute.device))
+            network.checkpoint_activations(self.recompute)
+        if compute.compiled:  # norms and activation functions are computed again, matrix products and attention never
+            torch._functorch.config.ban_recompute_materialized_backward = False
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -88,7 +134,8 @@ class DenoiseModel(nn.Module):
             return self._padding()
         contents = [latents_of(samples[key].content) for key in keys]
         lengths = [content.num_steps for content in contents]
-        sample_S = torch.repeat_interleave(torch.arange(len(keys)), torch.tensor(lengths)).to(self.compute.device)
+        device = self.compute.device
+        sample_S = to_device(torch.repeat_interleave(torch.arange(len(keys)), torch.tensor(lengths)), device)
         if contents[0].demonstration is not None:
             return self._demonstrations(keys, contents, sample_S)
         starts = np.cumsum([0, *lengths[:-1]])
@@ -99,17 +146,16 @@ class DenoiseModel(nn.Module):
             after.append(states[chosen + 1])
             steps.append(chosen)
             at.append(start + chosen)
-        conditions = [tensors_of(self._condition(content), self.compute.device) for content in contents]
+        conditions = [tensors_of(self._condition(content), device) for content in contents]
         repeated = [c for c, chosen in zip(conditions, steps, strict=True) for _ in range(len(chosen))]
         steps_P = torch.from_numpy(np.concatenate(steps))
-        device = self.compute.device
         return PackedLatents(
-            torch.from_numpy(np.concatenate(before)).to(device),
-            torch.from_numpy(np.concatenate(after)).to(device),
-            self.schedule.times(steps_P).to(device),
+            to_device(torch.from_numpy(np.concatenate(before)), device),
+            to_device(torch.from_numpy(np.concatenate(after)), device),
+            to_device(self.schedule.times(steps_P), device),
             steps_P,
             stacked(repeated),
-            torch.from_numpy(np.concatenate(at)).to(device),
+            to_device(torch.from_numpy(np.concatenate(at)), device),
             sample_S,
             keys,
         )
@@ -156,6 +202,8 @@ class DenoiseModel(nn.Module):
         """The fields of objective.StepOutputs."""
         latents_P, at_P, num_steps = packed.latents_P, packed.at_P, len(packed.sample_S)
         guidance = 1.0 if packed.is_demonstration else self.spec.guidance_scale
+        if self.recompute is not None and torch.is_grad_enabled():
+            self.recompute.begin(len(latents_P))
         prediction = self.network(latents_P, packed.times_P, packed.condition, guidance)
         zeros_S = torch.zeros(num_steps, device=latents_P.device)
         if packed.is_demonstration:

@@ -257,8 +257,11 @@ class FsdpBackend(Backend):
         for count, micro in enumerate(micros, start=1):
             packed = self._pack(model, micro, data)
             columns = step_columns(packed, data, self.device)
-            # Copies are summed once per mini-batch. Shards at once: otherwise each rank would hold all gradients.
-            cast(FSDPModule, model).set_requires_gradient_sync(count == len(micros) or self._shard_size > 1)
+            # Copies are summed once per mini-batch, and whole weights cast once. Shards at once: otherwise each rank
+            # would hold all weights and gradients.
+            at_once = count == len(micros) or self._shard_size > 1
+            cast(FSDPModule, model).set_requires_gradient_sync(at_once)
+            cast(FSDPModule, model).set_reshard_after_backward(at_once)
             loss, parts = objective(packed.joined(*model(packed)), columns)
             (loss * self._data_size).backward()
             metrics.append({name: part.shared_by(micro.context) for name, part in parts.items()})

@@ -153,6 +153,25 @@ def test_weights_that_do_not_fit_are_refused(open_engine):
     assert same(generate(engine, [request_of(config)])[0], before)
 
 
+def test_compiled_layers_serve_new_weights_without_compiling_again(open_engine, compiled_layers):
+    """Also after sleep, which replaces the memory of all weights."""
+    config, frames = config_of(denoising={"guidance_scale": 2.0}, **WORK), compiled_layers
+    old, new = network_of(config), network_of(config, 9)
+    weights = {name: p.detach().clone().numpy() for name, p in new.named_parameters()}
+    requests = requests_of(config, 8)
+    expected = [states(c) for c in generate(open_engine(config), requests)]
+    renewed = [states(c) for c in generate(open_engine(config, network=new), requests)]
+    engine = open_engine(config, network=old, compiled=True)
+    assert np.allclose([states(c) for c in generate(engine, requests)], expected, atol=1e-5)
+    assert frames.frame_count == 1  # of two layers and four denoising steps
+    asyncio.run(engine.load_weights(1, weights))
+    assert np.allclose([states(c) for c in generate(engine, requests)], renewed, atol=1e-5)
+    asyncio.run(engine.sleep(1))
+    asyncio.run(engine.wake())
+    assert np.allclose([states(c) for c in generate(engine, requests)], renewed, atol=1e-5)
+    assert frames.frame_count == 1
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_asleep_it_waits_and_awake_it_answers_as_before(open_engine, level):
     config = config_of()

@@ -24,9 +24,9 @@ from gcore.models.networks import LORA_A, LORA_B, adapters_of
 from gcore.prompts.conditions import ConditionTemplater
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
-from gcore.training import lora
+from gcore.training import denoise_model, lora
 from gcore.training.context import RowGroup
-from gcore.training.denoise_model import DenoiseModel
+from gcore.training.denoise_model import DenoiseModel, LayersThatFit
 from gcore.training.fsdp import mixed_precision
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 from tests.unit.tiny_pipelines import save_flux, save_sd3
@@ -94,6 +94,71 @@ def test_a_pipeline_on_engine_and_trainer(folders, tmp_path, name, scale):
     (logprobs.sum()).backward()
     layers = [p for name, p in own.named_parameters() if "blocks" in name]
     assert sum(float(p.grad.abs().sum()) > 0 for p in layers if p.grad is not None) > 0.5 * len(layers)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_layers_are_compiled_whole_and_not_again_for_other_times_or_weights(folders, tmp_path, name, compiled_layers):
+    config = config_of(folders[name], guidance_scale=2.0, shift=3.0, steps=5)
+    spec = config.generation.denoising
+    samples = samples_of(config, tmp_path / "eager", load_denoiser(config, CPU, torch.float32, encoders=True), number=2)
+    served = load_denoiser(config, CPU, torch.float32, encoders=True)
+    served.compile_layers()
+    same = samples_of(config, tmp_path / "compiled", served, number=2)
+    kinds = 2  # of layers: the last one of sd3 returns no text; flux has single ones
+    assert compiled_layers.frame_count == kinds  # five steps
+    for one, other in zip(samples.values(), same.values(), strict=True):
+        assert np.allclose(one.rollout_logprobs_S, other.rollout_logprobs_S, atol=1e-5)
+    own = load_denoiser(config, CPU, torch.float32, encoders=False)
+    own.compile_layers()
+    model = DenoiseModel(own, spec=spec, row_bytes=1e-9).train()
+    model.recompute.begin = lambda rows: setattr(model.recompute, "recomputed", 1)
+    before = compiled_layers.frame_count
+    for _ in range(2):
+        found, rollout, logprobs = logprobs_of(model, same)
+        assert np.allclose(found, rollout, atol=1e-5, rtol=1e-5)
+        logprobs.sum().backward()
+        with torch.no_grad():
+            for parameter in own.transformer.parameters():
+                parameter.mul_(1.0)
+    assert compiled_layers.frame_count - before == kinds
+
+
+def test_layers_that_do_not_fit_are_recomputed(folders, tmp_path, monkeypatch):
+    """The first ones. Gradients are those of a pass that keeps everything."""
+    config = config_of(folders["sd3"], guidance_scale=2.0)
+    samples = samples_of(config, tmp_path, load_denoiser(config, CPU, torch.float32, encoders=True))
+    gradients, calls = [], []
+    monkeypatch.setattr(denoise_model, "WORKING_LAYERS", 0)
+    for free, expected in ((6 * 2 * 10.0, [1, 1]), (6 * 1 * 10.0, [2, 1]), (0.0, [2, 2])):  # six rows, two layers
+        monkeypatch.setattr(denoise_model, "free_bytes", lambda device, free=free: free)
+        own = load_denoiser(config, CPU, torch.float32, encoders=False)
+        model = DenoiseModel(own, spec=config.generation.denoising, row_bytes=10.0).train()
+        calls = [0, 0]
+        for number, layer in enumerate(model.layers):
+
+            def count(layer, inputs, number=number, calls=calls):
+                calls[number] += 1
+
+            layer.register_forward_pre_hook(count)
+        logprobs_of(model, samples)[2].sum().backward()
+        assert calls == expected
+        gradients.append({n: p.grad for n, p in own.named_parameters() if p.grad is not None})
+        calls[:] = 0, 0
+        with torch.no_grad():
+            model(model.pack(MicroBatch((tuple(samples),), 8), samples, RowGroup(None, (0,), 0)))
+        assert calls == [1, 1]
+    for other in gradients[1:]:
+        assert all(torch.equal(gradient, other[n]) for n, gradient in gradients[0].items())
+
+
+@pytest.mark.parametrize(
+    ("layers_free", "recomputed"), [(100, 0), (24, 0), (23.5, 4), (20, 7), (3, 24), (0, 24), (-2, 24)]
+)
+def test_as_many_layers_keep_their_activations_as_fit(layers_free, recomputed):
+    """Below all of them, a layer that is recomputed needs room for its gradients too."""
+    fit = LayersThatFit(24, 5.0, lambda: layers_free * 5.0 * 8)
+    fit.begin(8)
+    assert fit.recomputed == recomputed
 
 
 def _counting(family, original, encoded):

@@ -108,18 +108,18 @@ def test_a_model_that_the_planner_does_not_know_trains_without_a_plan(config, tm
 
 
 @pytest.mark.parametrize(
-    ("denoising", "kept", "checkpointing"),
+    ("denoising", "compiled", "eager"),
     [
         (
             {"steps": 20, "guidance_scale": 4.5},
+            72.2,
             144.5,
-            True,
-        ),  # 19 steps x 2 passes x 1,357 tokens x 1,536 x 24 x 76 bytes
-        ({"steps": 20, "guidance_scale": 4.5, "window": {"size": 4}}, 30.4, False),
-        ({"steps": 20, "guidance_scale": 1.0, "window": {"size": 10}}, 38.0, True),
+        ),  # 19 steps x 2 passes x 1,357 tokens x 1,536 x 24 x 76 bytes, half of it compiled
+        ({"steps": 20, "guidance_scale": 4.5, "window": {"size": 4}}, 15.2, 30.4),
+        ({"steps": 20, "guidance_scale": 1.0, "window": {"size": 10}}, 19.0, 38.0),
     ],
 )
-def test_a_denoiser_recomputes_if_a_sample_needs_much(tmp_path, denoising, kept, checkpointing):
+def test_a_denoiser_keeps_the_choice_for_its_trainer(tmp_path, denoising, compiled, eager):
     about = {"_class_name": "SD3Transformer2DModel", "patch_size": 2, "num_layers": 24}
     about |= {"num_attention_heads": 24, "attention_head_dim": 64}
     (tmp_path / "pipe" / "transformer").mkdir(parents=True)
@@ -133,11 +133,15 @@ def test_a_denoiser_recomputes_if_a_sample_needs_much(tmp_path, denoising, kept,
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_config(tmp_path / "recipe.yaml", [])
-    assert chosen(recipe) == (checkpointing, "none")
-    assert f"a sample needs {kept} GB of activations" in plan_memory(recipe, make_plan(recipe, ONE), H200).note
-    other = str(not checkpointing).lower()
-    wanted = load_config(tmp_path / "recipe.yaml", [f"training.activation_checkpointing={other}"])
-    assert chosen(wanted) == (not checkpointing, "none")
+    assert chosen(recipe) == ("auto", "none")
+    assert (
+        f"a sample needs {compiled} of 149 GB for activations" in plan_memory(recipe, make_plan(recipe, ONE), H200).note
+    )
+    plain = load_config(tmp_path / "recipe.yaml", ["training.compile=false"])
+    assert f"a sample needs {eager} of 149 GB for activations" in plan_memory(plain, make_plan(plain, ONE), H200).note
+    for wanted in ("true", "false"):
+        fixed = load_config(tmp_path / "recipe.yaml", [f"training.activation_checkpointing={wanted}"])
+        assert chosen(fixed) == (wanted == "true", "none")
 
 
 def test_the_memory_of_this_machine(monkeypatch):
