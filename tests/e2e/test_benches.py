@@ -36,7 +36,10 @@ REHEARSALS = {  # arguments; several rows of them if one does not reach all part
     "algorithms": ["--rehearse --algorithms grpo ppo --folder {here}"],
     "balance": ["--seeds 1 --ranks 2 --cpu-ranks 2 --rounds 1 --run-tokens 16"],
     "bias": ["--seeds 1 --steps 2 --skip 1 --controllers 2 --groups 4 --tokens 16 --most-tokens 64 --sigma 0.01"],
-    "checkpoint": [f"{TINY_SHAPE} --layers 1 --steps 4 --intervals 1 2 --rollout-s 0.1 --folder {{here}}/saves"],
+    "checkpoint": [
+        f"{TINY_SHAPE} --layers 1 --steps 4 --intervals 1 2 --rollout-s 0.1 --folder {{here}}/saves",
+        "--model tiny --steps 6 --rollout-s 0.1 --offload optimizer --discard --folder {here}/saves",
+    ],
     "collectives": ["--sizes 4 --processes 2 --rounds 2"],
     "context": ["--ranks 1 2 --tokens 64"],
     "control_model": ["--rows {here}/rows.json"],
