@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from gcore.checkpoint.tensors import Hold
 from gcore.config.training import Training
 from gcore.training.shards import local_of
 
@@ -39,6 +40,7 @@ class Optimizer:
         self._parameters, self._max_norm, self._device = list(parameters), training.max_grad_norm, device
         self._fused, self._offload = device.type == "cuda", offload
         self._host: dict[torch.optim.AdamW, Tensor] = {}  # memory of off-loaded moments
+        self.holds: dict[Tensor, Hold] = {}  # by parameter: of off-loaded moments, which checkpoints do not copy
         self._parts = [
             torch.optim.AdamW(
                 self._groups(part, training),
@@ -49,6 +51,8 @@ class Optimizer:
             )
             for part in _parts(self._parameters, PART_BYTES if offload else None)
         ]
+        for part in self._parts if offload else ():
+            self.holds |= dict.fromkeys(_parameters_of(part), Hold())
 
     def _groups(self, part: Sequence[Tensor], training: Training) -> list[dict[str, Any]]:
         """Groups of one weight decay and one scale of the learning rate. Parameters with fewer than two dimensions
@@ -88,6 +92,7 @@ class Optimizer:
 
     def _update(self, part: torch.optim.AdamW) -> None:
         if self._offload:
+            self.holds[next(_parameters_of(part))].wait()
             for moment in _moments(part):
                 _set_local(moment, local_of(moment).to(self._device, non_blocking=True))
         part.step()
@@ -122,7 +127,7 @@ class Optimizer:
 
     def add_state(self, parameter: Tensor) -> None:
         """Moments of zero and a step count of 0, as those of a parameter that was never updated; to be overwritten."""
-        part = next(p for p in self._parts if any(parameter is q for group in p.param_groups for q in group["params"]))
+        part = next(part for part in self._parts if any(parameter is each for each in _parameters_of(part)))
         step = torch.zeros((), device=self._device if self._fused else "cpu")
         entry: dict[str, Any] = {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
         if self._offload:
@@ -175,6 +180,10 @@ def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list
             part.append(parameter)
             size += own
         yield part
+
+
+def _parameters_of(part: torch.optim.AdamW) -> Iterator[Tensor]:
+    return (parameter for group in part.param_groups for parameter in group["params"])
 
 
 def _moments(part: torch.optim.AdamW) -> Iterator[Tensor]:
