@@ -1,8 +1,8 @@
 """Checkpoints of one trainer rank: how long a step waits for them, how fast they are written, what a fault costs.
 
     python bench/checkpoint.py --json checkpoint.json
-    python bench/checkpoint.py --device cuda --hidden 2048 --intermediate 8192 --layers 24 --rollout-s 3 \\
-        --intervals 2   # 1.6B: 19 GB on disk per checkpoint, two of them at a time
+    python bench/checkpoint.py --device cuda --model 1.5B --steps 8                    # 19 GB on disk
+    python bench/checkpoint.py --device cuda --model 7B --steps 6 --rollout-s 3 --offload optimizer --discard
 
 A step is an emulated rollout (`--rollout-s` of sleep, in which the trainer is idle), the passes before the update and
 one update of a model with random weights. Three runs of the same steps, with a save after every `--every` steps:
@@ -16,6 +16,12 @@ without saves. `disk MB/s`: a file of the same size, written and flushed by one 
 (`written`: with checksums and read again, from the copy to the last byte on disk). `host MB`: memory of the copy,
 planned (the bytes of the state, pinned memory in powers of two) and held. The gradients of all runs must be equal,
 else the bench fails; on a GPU nearly equal, because its attention adds up gradients in any order.
+
+With `--model` there is one run, because a large model takes long to make and to write: half of the steps without a
+save, then one save in the background of the others, then a synchronous one. Its weights are made on the device. A save
+ends after `--write-limit` seconds. `GB`: written until then; a `~` marks a stall that is computed from it, a `>` one
+that has not ended. `host GB`: memory of the copy. `--discard` deletes each file once it is written and read again, for
+a disk that is smaller than the checkpoint.
 
 Rollback: the commits of the asynchronous run, at several intervals, and 10,000 faults at random times. A fault loses
 the steps since the last commit. `formula`: every / 2 + write s / step s.
@@ -34,6 +40,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +51,8 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from bench.common import write_json  # noqa: E402
+from bench.common import SHAPES, trainer_config, write_json  # noqa: E402
+from gcore.checkpoint import writer  # noqa: E402
 from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
@@ -58,7 +66,7 @@ from gcore.runtime.gloo import join  # noqa: E402
 from gcore.training.backend import NewNetwork  # noqa: E402
 from gcore.training.fsdp import FsdpBackend  # noqa: E402
 from gcore.training.rank import TrainerRank  # noqa: E402
-from gcore.types import Sample, Written  # noqa: E402
+from gcore.types import FileEntry, Sample, TrainBatch, Written  # noqa: E402
 from gcore.weights.pretrained import open_weights  # noqa: E402
 
 FAULTS = 10_000
@@ -256,6 +264,123 @@ async def measure(args: argparse.Namespace, device: torch.device) -> dict[str, A
     return result
 
 
+# ---- one run of a large model ----------------------------------------------------------------------------------------
+
+
+class CountedWrites:
+    """Counts the bytes of all files of checkpoints. `discard`: deletes each when it is complete."""
+
+    def __init__(self, discard: bool) -> None:
+        module: Any = writer
+        self.num_bytes, self._real, self._discard = 0, module.write_file, discard
+        module.write_file = self._write
+
+    def _write(self, path: Path, contents: Iterable[Any]) -> FileEntry:
+        entry: FileEntry = self._real(path, self._counted(contents))
+        if self._discard:
+            path.unlink()
+        return entry
+
+    def _counted(self, contents: Iterable[Any]) -> Iterator[Any]:
+        for content in contents:
+            yield content
+            self.num_bytes += memoryview(content).nbytes
+
+
+async def measure_large(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Prints every row as soon as it is measured."""
+    folder, counted, began = Path(args.folder) / "large", CountedWrites(args.discard), time.perf_counter()
+    trainer = large_trainer(args, device)
+    await trainer.end_warm_start()
+    num_parameters = (await trainer.info()).num_parameters
+    made_s = time.perf_counter() - began
+    print(f"{args.model}: {num_parameters / 1e6:.1f}M parameters, made in {made_s:.1f} s, offload={args.offload}")
+    ends, plain = [time.perf_counter()], args.steps // 2
+
+    async def steps(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            await asyncio.sleep(args.rollout_s)
+            samples, batch = large_batch(args, number)
+            await trainer.push(0, samples)
+            await trainer.update(batch)
+            ends.append(time.perf_counter())
+
+    await steps(range(1, plain + 1))
+    step_s = statistics.median(np.diff(ends)[1:].tolist())
+    result: dict[str, Any] = {"parameters": num_parameters, "step_s": step_s, "variants": {}}
+    print(f"step {step_s:.3f} s without saves, of which rollout {args.rollout_s:.1f} s")
+    widths = {"": -14, "stall s": 9, "% of step": 11, "copy s": 9, "write s": 9, "GB": 8, "of GB": 8, "GB/s": 7}
+    head = "".join(f"{name:<14}" if width < 0 else f"{name:>{width}}" for name, width in widths.items())
+    print(f"\n{head}{'host GB':>9}", flush=True)
+
+    async def save(name: str, meanwhile: Iterable[int]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        counted.num_bytes, started = 0, time.perf_counter()
+        total = await trainer.snapshot()
+        called_s, own = time.perf_counter() - started, trainer._writer
+        copied = own._copied
+        assert copied is not None
+        writing = asyncio.create_task(trainer.write(str(folder)))
+        training = asyncio.create_task(steps(meanwhile))
+        await asyncio.wait([writing], timeout=args.write_limit)
+        seconds, num_bytes, complete = time.perf_counter() - started, counted.num_bytes, writing.done()
+        if not complete:
+            await trainer.abandon()
+        await training
+        written = await writing
+        assert complete == (not written.error), written.error
+        waited_s, copied_s = own._waited_s if name == "asynchronous" else 0.0, copied.result()
+        stall_s = called_s + waited_s
+        if name == "synchronous":
+            stall_s = seconds if complete else seconds * total / max(num_bytes, 1)
+        rate, mark = num_bytes / seconds / 1e9, "" if complete else "~" if name == "synchronous" else ">"
+        result["variants"][name] = {
+            "stall_s": stall_s,
+            "stall_share": stall_s / step_s,
+            "copy_s": copied_s,
+            "write_s": seconds,
+            "complete": complete,
+            "gb": num_bytes / 1e9,
+            "of_gb": total / 1e9,
+            "gb_s": rate,
+            "host_gb": own.host_bytes / 1e9,
+        }
+        print(
+            f"{name:14}{mark + format(stall_s, '.3f'):>9}{100 * stall_s / step_s:11.1f}{copied_s:9.3f}{seconds:9.2f}"
+            f"{num_bytes / 1e9:8.2f}{total / 1e9:8.2f}{rate:7.2f}{own.host_bytes / 1e9:9.1f}",
+            flush=True,
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+
+    await save("asynchronous", range(plain + 1, args.steps + 1))
+    trainer._writer = writer.BackgroundWriter(0, device, copies=False)
+    await save("synchronous", ())
+    plain_speed = disk_speed(Path(args.folder), min(2 * 10**9, 12 * num_parameters))
+    print(f"a plain file of one thread: {plain_speed / 1e9:.2f} GB/s. All: {time.perf_counter() - began:.0f} s")
+    return result | {"disk_gb_s": plain_speed / 1e9}
+
+
+def large_trainer(args: argparse.Namespace, device: torch.device) -> TrainerRank:
+    from bench import gpu_train
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = trainer_config(lr=1e-6, compile=False, activation_checkpointing=True, offload=args.offload)
+    policy = NewNetwork(lambda: gpu_train.network_of(args, device))
+    backend = partial(FsdpBackend, config, {"policy": policy}, device, dtype)
+    return TrainerRank(config, backend, 0, args.threads, Tracer(None, "trainer-0"))
+
+
+def large_batch(args: argparse.Namespace, step: int) -> tuple[list[Sample], TrainBatch]:
+    from bench import gpu_train
+
+    options = argparse.Namespace(model=args.model, sequences=args.samples, prompt=64, response=8 * args.tokens)
+    samples = gpu_train.samples_of(options, "fixed")
+    metas, cost = [meta_of(s) for s in samples], CostModel(1e4)
+    (batch,) = make_layout(metas, step=step, num_ranks=1, mini_batches=1, max_tokens=16_384, cost=cost)
+    return samples, gpu_train.with_advantages(batch, samples)
+
+
 def check_norms(expected: list[float], found: list[float], device: torch.device) -> None:
     tolerance = GPU_TOLERANCE if device.type == "cuda" else 0.0
     same = all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(expected, found, strict=True))
@@ -265,6 +390,9 @@ def check_norms(expected: list[float], found: list[float], device: torch.device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=SHAPES, help="one run of a model of this size")
+    parser.add_argument("--write-limit", type=float, default=30.0, help="with --model: seconds of a save")
+    parser.add_argument("--discard", action="store_true", help="with --model: delete each file once it is written")
     for name, default in (("hidden", 512), ("intermediate", 2048), ("layers", 8), ("heads", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--samples", type=int, default=8)
@@ -284,7 +412,7 @@ def main() -> None:
     join(Rendezvous(0, 1, None), "nccl" if device.type == "cuda" else "gloo", device=device)
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     try:
-        found = asyncio.run(measure(args, device))
+        found = asyncio.run((measure_large if args.model else measure)(args, device))
     finally:
         shutil.rmtree(args.folder, ignore_errors=True)
     write_json(args.json, found)

@@ -11,6 +11,8 @@ the name NAME#1, the third NAME#2.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +39,30 @@ Sizes = tuple[int, ...]
 Place = tuple[str, Sizes]  # of a shard: name of the tensor, offset in each dimension
 
 
+class Hold:
+    """Of memory from which checkpoints are written without a copy: its owner calls `wait` before it changes it."""
+
+    def __init__(self) -> None:
+        self._readers, self._changed = 0, threading.Condition()
+        self.waited_s = 0.0  # the owner
+
+    def take(self) -> None:
+        with self._changed:
+            self._readers += 1
+
+    def release(self) -> None:
+        with self._changed:
+            self._readers -= 1
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        with self._changed:
+            if self._readers:
+                started = time.perf_counter()
+                self._changed.wait_for(lambda: not self._readers)
+                self.waited_s += time.perf_counter() - started
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A contiguous part of a tensor. Shard("w", whole=(8, 4), offset=(4, 0), values=torch.zeros(4, 4))"""
@@ -45,6 +71,7 @@ class Shard:
     whole: Sizes
     offset: Sizes
     values: Tensor
+    hold: Hold | None = None  # if its memory is large, in the host and rarely changes: it is not copied
 
     @property
     def place(self) -> Place:

@@ -6,6 +6,9 @@
 `stage` returns at once. Code that changes or moves the shards must call `fence` first. After it, only the copy is read.
 Nothing here is a collective.
 
+Shards with a `hold` (off-loaded moments, which would fill host memory a second time) are not copied with `in_place`:
+they are written first, and their owner waits for each before it changes it. `write` or `abandon` must follow `stage`.
+
 Without a copy (checkpoint.asynchronous=false) the shards themselves are read while they are written, and host memory
 grows by a few pieces only. `fence` then waits until they are written.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +27,8 @@ import torch
 from torch import Tensor
 
 from gcore.checkpoint.store import write_file
-from gcore.checkpoint.tensors import Shard, header, split_into_files
-from gcore.types import Written
+from gcore.checkpoint.tensors import Hold, Shard, header, split_into_files
+from gcore.types import FileEntry, Written
 
 BLOCK_BYTES = 2**30  # of pinned host memory: PyTorch rounds every pinned allocation up to a power of 2
 PIECE_BYTES = 2**25  # between two checks whether the save was abandoned
@@ -71,10 +74,11 @@ class HostMemory:
 
 
 class BackgroundWriter:
-    """`device`: of the shards. `copies`: whether they are copied before they are written."""
+    """`device`: of the shards. `copies`: whether they are copied before they are written; `in_place`: all but those
+    that have a hold."""
 
-    def __init__(self, rank: int, device: torch.device, copies: bool = True) -> None:
-        self._rank, self._device, self._copies = rank, device, copies
+    def __init__(self, rank: int, device: torch.device, copies: bool = True, in_place: bool = True) -> None:
+        self._rank, self._device, self._copies, self._in_place = rank, device, copies, in_place
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._memory: dict[str, HostMemory] = {}  # by folder
         self._versions: dict[str, int] = {}  # of what the host memory of a folder holds
@@ -83,6 +87,8 @@ class BackgroundWriter:
         self._written: Future[Written] | None = None
         self._abandoned = threading.Event()
         self._waited_s = 0.0
+        self._held: dict[int, Hold] = {}  # not written yet, by id of the shard
+        self._holds = set[Hold]()  # of the staged snapshot
 
     @property
     def host_bytes(self) -> int:
@@ -96,6 +102,9 @@ class BackgroundWriter:
         self._abandoned.clear()
         self._written = None
         self._waited_s = 0.0
+        if not (self._copies and self._in_place):
+            bare = {name: [replace(s, hold=None) for s in shards] for name, shards in snapshot.shards.items()}
+            snapshot = replace(snapshot, shards=bare)
         self._snapshot = snapshot
         ready = None
         if self._device.type == "cuda":  # what the compute stream has queued comes before the copy
@@ -104,8 +113,15 @@ class BackgroundWriter:
         due = [name for name in snapshot.shards if name not in dict(copied)] if self._copies else []
         for name in due:
             self._versions.pop(name, None)
+        shards = [shard for group in snapshot.shards.values() for shard in group]
+        self._held = {id(shard): shard.hold for shard in shards if shard.hold is not None}
+        self._holds = set(self._held.values())
+        for hold in self._holds:
+            hold.waited_s = 0.0
+        for hold in self._held.values():
+            hold.take()
         self._copied = self._thread.submit(self._copy_all, due, ready)
-        return sum(shard.num_bytes for shards in snapshot.shards.values() for shard in shards)
+        return sum(shard.num_bytes for shard in shards)
 
     def fence(self) -> None:
         """Wait until the shards are copied, or written if there is no copy. Call before they change or move."""
@@ -130,7 +146,23 @@ class BackgroundWriter:
             if running is not None:
                 running.exception()
         self._copied = self._written = None
+        self._forget()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that computation has waited for the staged snapshot, until now."""
+        return self._waited_s + sum(hold.waited_s for hold in self._holds)
+
+    def _forget(self) -> None:
+        """References would keep memory alive that an off-load wants to free."""
         self._snapshot = Snapshot({})
+        self._let_go(list(self._held))
+
+    def _let_go(self, shards: Iterable[int]) -> None:
+        """Their owner may change these held shards."""
+        for hold in (self._held.pop(shard, None) for shard in shards):
+            if hold is not None:
+                hold.release()
 
     # ---- the thread -----------------------------------------------------------------------------------------------
 
@@ -148,7 +180,7 @@ class BackgroundWriter:
             self._versions |= {name: snapshot.versions[name] for name in names if name in snapshot.versions}
             # References would keep memory alive that an off-load wants to free.
             bare = {
-                name: [replace(shard, values=shard.values.to("meta")) for shard in shards]
+                name: [s if s.hold is not None else replace(s, values=s.values.to("meta")) for s in shards]
                 for name, shards in snapshot.shards.items()
             }
             self._snapshot = replace(snapshot, shards=bare)
@@ -158,9 +190,10 @@ class BackgroundWriter:
         for name in names:
             memory = self._memory.setdefault(name, HostMemory(pinned=self._device.type == "cuda"))
             shards = [shard for file in split_into_files(self._snapshot.shards[name]) for shard in file]
-            memory.reserve(sum(shard.num_bytes for shard in shards))
+            copied = [shard for shard in shards if shard.hold is None]
+            memory.reserve(sum(shard.num_bytes for shard in copied))
             start = 0
-            for shard in shards:
+            for shard in copied:
                 source, end = _bytes_of(shard.values), start + shard.num_bytes
                 for piece in memory.pieces(start, end):
                     piece.copy_(source[: len(piece)], non_blocking=True)
@@ -171,7 +204,7 @@ class BackgroundWriter:
         assert self._copied is not None
         started, snapshot = time.perf_counter(), self._snapshot
         if (failed := self._copied.exception()) is not None:  # host memory is used up, for example
-            self._snapshot = Snapshot({})
+            self._forget()
             return Written({}, error=f"the copy in host memory failed: {type(failed).__name__}: {failed}")
         try:
             copy_s = self._copied.result()
@@ -179,24 +212,37 @@ class BackgroundWriter:
             for group in snapshot.shards:
                 (folder / group).mkdir(exist_ok=True)
             with ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="checkpoint") as threads:
-                jobs = {name: threads.submit(write_file, folder / name, parts) for name, parts in self._files()}
-                files |= {name: job.result() for name, job in jobs.items()}
+                jobs = [threads.submit(self._write_one, folder, *file) for file in self._files()]
+                files |= dict(job.result() for job in jobs)
         except (OSError, Abandoned) as error:
             return Written({}, error=f"{type(error).__name__}: {error}")
         finally:
-            if not self._copies:
-                self._snapshot = Snapshot({})  # references would keep memory alive that an off-load wants to free
-        return Written(files, self._waited_s, copy_s, time.perf_counter() - started)
+            if not self._copies or self._holds:
+                self._forget()
+        return Written(files, self.waited_s, copy_s, time.perf_counter() - started)
 
-    def _files(self) -> Iterator[tuple[str, Iterator[Any]]]:
-        """Path in the folder, and contents."""
-        for group, shards in self._snapshot.shards.items():
+    def _write_one(self, folder: Path, name: str, file: Sequence[Shard], start: int) -> tuple[str, FileEntry]:
+        return name, write_file(folder / name, self._contents(header(file), self._pieces(name, file, start)))
+
+    def _files(self) -> Iterator[tuple[str, list[Shard], int]]:
+        """Path in the folder, shards, and where their copies start in host memory; held shards first."""
+        groups = sorted(self._snapshot.shards.items(), key=lambda item: all(s.hold is None for s in item[1]))
+        for group, shards in groups:
             start = 0
             for number, file in enumerate(split_into_files(shards)):
-                end = start + sum(shard.num_bytes for shard in file)
-                pieces = self._memory[group].pieces(start, end) if self._copies else (_bytes_of(s.values) for s in file)
-                yield f"{group}/{self._rank}-{number}.safetensors", self._contents(header(file), pieces)
-                start = end
+                yield f"{group}/{self._rank}-{number}.safetensors", file, start
+                start += sum(shard.num_bytes for shard in file if shard.hold is None)
+
+    def _pieces(self, name: str, file: Sequence[Shard], start: int) -> Iterator[Tensor]:
+        """The bytes of each shard. When the next one is asked for, those before it are in the file."""
+        group = name.partition("/")[0]
+        for shard in file:
+            if shard.hold is not None or not self._copies:
+                yield _bytes_of(shard.values)
+                self._let_go([id(shard)])
+            else:
+                yield from self._memory[group].pieces(start, start + shard.num_bytes)
+                start += shard.num_bytes
 
     def _contents(self, head: bytes, pieces: Iterator[Tensor]) -> Iterator[Any]:
         yield head

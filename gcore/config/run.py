@@ -84,8 +84,9 @@ class Checkpoint(Section):
     dies, the run continues from it if it is newer than the one on disk. It needs as much memory as a checkpoint, twice
     while it is written. 0: none. On one machine only."""
     asynchronous: bool = True
-    """Write checkpoints while the run goes on, from a copy in host memory, see docs/checkpointing.md. false: the run
-    waits until the files are written, and nothing is copied: less host memory."""
+    """Write checkpoints while the run goes on, from a copy in host memory, see docs/checkpointing.md. Off-loaded
+    moments are written from where they are if a copy of them does not fit. false: the run waits until the files are
+    written, and nothing is copied: less host memory."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_every: Count = 0

@@ -42,7 +42,7 @@ Parts = Mapping[str, float]
 LOGITS_AT_ONCE = 1 << 27  # as in training/logprob_model.py; compiled, a chunk has four times as many
 LAYERS_PER_GROUP = 4  # as in training/fsdp.py: layers that are cast together if weights are not sharded
 BUCKET_BYTES = 2.0**30  # as in weights/bucket.py
-PART_BYTES = 2.0**32  # as in training/optimizer.py: off-loaded moments that are on the GPU at a time
+PART_BYTES, SLOTS = 2.0**30, 3  # as in training/optimizer.py: off-loaded moments that are on the GPU at a time
 GATHERED_LAYERS = 2  # of a sharded network: the layer in use, and the next one
 COMFORTABLE = 0.9  # of a GPU; the rest is for CUDA contexts and fragmentation. Above it: a warning
 GB = 1e9
@@ -191,11 +191,11 @@ def off_gpu(offload: Offload, phase: Phase = "rollout") -> tuple[str, ...]:
 
 
 def _moments_at_once(rank: TrainingRank, moments: float) -> float:
-    """On the GPU during an optimizer step: a part of off-loaded moments, at least those of one parameter."""
+    """On the GPU during an optimizer step: some parts of off-loaded moments, at least those of one parameter."""
     if rank.offload == "none" or rank.cpu:
         return moments
     largest = 0.0 if rank.adapters else 8.0 * rank.shape.table_parameters / rank.shard
-    return min(moments, max(PART_BYTES, largest))
+    return min(moments, (SLOTS - 1) * PART_BYTES + max(PART_BYTES, largest))
 
 
 def _copies(rank: TrainingRank) -> float:

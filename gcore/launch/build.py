@@ -26,7 +26,7 @@ from gcore.config.judges import ServedJudge
 from gcore.config.tree import Config
 from gcore.generation.spec import EngineSpec, make_engine
 from gcore.hub import model_folder
-from gcore.launch.footprint import num_parameters
+from gcore.launch.footprint import copies_moments, num_parameters
 from gcore.launch.gpu_memory import plan_critic_memory, plan_memory
 from gcore.launch.plan import Plan
 from gcore.launch.user_code import load_policy_loss
@@ -162,6 +162,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         Tracer(trace_folder(config), name),
         _publisher(config, plan, device, rendezvous),
         load_policy_loss(config.algorithm.policy_loss),
+        in_place=not copies_moments(config, plan),
     )
 
 
@@ -180,7 +181,8 @@ def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer:
     config, dtype = plan_critic_memory(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
     critic = new_critic(config, load_tokenizer(config.model), config.max_length)
     make = partial(FsdpBackend, config, {"critic": critic}, device, dtype, plan.critic_shard)
-    return TrainerRank(config, make, rendezvous.rank, plan.trainer_threads, Tracer(trace_folder(config), name))
+    tracer, in_place = Tracer(trace_folder(config), name), not copies_moments(config, plan)
+    return TrainerRank(config, make, rendezvous.rank, plan.trainer_threads, tracer, in_place=in_place)
 
 
 def _join(config: Config, rendezvous: Rendezvous) -> tuple[torch.device, float]:

@@ -18,7 +18,7 @@ from gcore.config.base import Model, PolicyModel, Serving
 from gcore.config.rewards import ScalarReward
 from gcore.config.tree import Config
 from gcore.cost.shapes import model_shape
-from gcore.cost.training_memory import off_gpu, state_bytes
+from gcore.cost.training_memory import Offload, off_gpu, state_bytes
 from gcore.hub import model_folder
 from gcore.launch.gpu_assignment import CRITIC, TRAINER
 from gcore.launch.machines import Machine
@@ -29,6 +29,7 @@ from gcore.types import UserError
 ENGINE_MB, TRAINER_MB, CONTROLLER_MB, EMULATED_MB, WORKER_MB = 290, 295, 215, 65, 20
 DRIVER_MB = 450  # including the processes of Ray
 COPY_KEY = "checkpoint.asynchronous"
+COPIED = 0.8  # share of a node's memory that a run may need if off-loaded moments are copied for checkpoints
 MAX_PER_CORE = 8  # processes per core; more give a warning
 
 
@@ -47,10 +48,22 @@ class MemoryPart:
         return self.count * self.each_mb
 
 
-def parts(config: Config, plan: Plan, trains: bool = True, node: int | None = None) -> list[MemoryPart]:
-    """Every kind of process of the run, or of one node. `trains`: with trainer ranks. With runtime=local only weights
-    count."""
+def copies_moments(config: Config, plan: Plan) -> bool:
+    """Whether checkpoints copy off-loaded moments, of which no step waits for the files then: if every node has memory
+    for it. Otherwise they are written in place (checkpoint/writer.py)."""
+    if not (plan.gpus and config.checkpoint.asynchronous and off_gpu(_offload(config))):
+        return True
+    nodes = [(node.memory_mb, parts(config, plan, True, i, copied=True)) for i, node in enumerate(plan.nodes)]
+    return all(not limit or sum(part.total_mb for part in listed) <= COPIED * limit for limit, listed in nodes)
+
+
+def parts(
+    config: Config, plan: Plan, trains: bool = True, node: int | None = None, copied: bool | None = None
+) -> list[MemoryPart]:
+    """Every kind of process of the run, or of one node. `trains`: with trainer ranks. `copied`: off-loaded moments, for
+    checkpoints; default: if they fit. With runtime=local only weights count."""
     local, counts = config.runtime == "local", plan.counts(node)
+    copied = copies_moments(config, plan) if copied is None else copied
 
     def part(kind: str, key: str, base_mb: float, weights_mb: float, idle: bool = False) -> MemoryPart:
         what = f"{kind} rank" if kind in (TRAINER, CRITIC) else kind.replace("-", " ", 1)  # judge-NAME
@@ -76,7 +89,7 @@ def parts(config: Config, plan: Plan, trains: bool = True, node: int | None = No
     elif trains:
         for kind, sizes in ((TRAINER, _trained_mb), (CRITIC, _critic_mb)):
             if counts.get(kind):
-                held_mb, copied_mb = sizes(config, plan)
+                held_mb, copied_mb = sizes(config, plan, copied)
                 listed.append(part(kind, f"placement.{kind}.ranks", TRAINER_MB, held_mb))
                 if copied_mb >= 1:
                     listed.append(MemoryPart("copy for checkpoints", counts[kind], copied_mb, COPY_KEY, idle=True))
@@ -146,7 +159,7 @@ def _bytes_per_weight(file: Path) -> int:
     return {"float32": 4, "float64": 8}.get(str(kind), 2)
 
 
-def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
+def _trained_mb(config: Config, plan: Plan, copied: bool) -> tuple[float, float]:
     """What a trainer rank holds, and its copy of what it writes of a checkpoint."""
     adapters, sharing = config.model.lora is not None, plan.shard * config.placement.trainer.tensor_parallel
     own = num_parameters(config.model) / sharing
@@ -156,26 +169,30 @@ def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
         critic = num_parameters(config.critic.model or config.model) / sharing
         state |= {"critic": 4 * critic, "critic moments": 8 * critic, "critic gradients": 4 * critic}
     copies = plan.topology.ranks / sharing  # on all nodes
-    return _held_and_copied(config, plan, state, (*saved, "critic", "critic moments"), copies)
+    return _held_and_copied(config, plan, state, (*saved, "critic", "critic moments"), copies, copied)
 
 
-def _critic_mb(config: Config, plan: Plan) -> tuple[float, float]:
+def _critic_mb(config: Config, plan: Plan, copied: bool) -> tuple[float, float]:
     """The same for a rank of a critic that has its own ranks."""
     own = num_parameters(config.critic.model or config.model) / plan.critic_shard
     state, copies = state_bytes(own, own, 4, False, False), config.critic_ranks / plan.critic_shard
-    return _held_and_copied(config, plan, state, ("weights", "moments"), copies)
+    return _held_and_copied(config, plan, state, ("weights", "moments"), copies, copied)
 
 
 def _held_and_copied(
-    config: Config, plan: Plan, state: Mapping[str, float], saved: Sequence[str], copies: float
+    config: Config, plan: Plan, state: Mapping[str, float], saved: Sequence[str], copies: float, all_copied: bool
 ) -> tuple[float, float]:
     """On a CPU a rank holds all of its state. On a GPU: what training.offload keeps in host memory (`auto`: not known
     yet, counted as nothing). The copy is made if checkpoint.asynchronous; each of the `copies` of the weights writes a
-    part."""
-    offload = config.training.offload
-    held = tuple(state) if not plan.gpus else () if offload == "auto" else off_gpu(offload)
-    copied = sum(state.get(name, 0.0) for name in saved) / max(1.0, copies) * config.checkpoint.asynchronous
-    return sum(state.get(name, 0.0) for name in held) / 2**20, copied / 2**20
+    part. `all_copied`: also off-loaded moments."""
+    held = off_gpu(_offload(config)) if plan.gpus else tuple(state)
+    in_place = set[str]() if all_copied or not plan.gpus else {"moments", "critic moments"} & set(held)
+    copied = sum(state.get(name, 0.0) for name in saved if name not in in_place) / max(1.0, copies)
+    return sum(state.get(name, 0.0) for name in held) / 2**20, copied * config.checkpoint.asynchronous / 2**20
+
+
+def _offload(config: Config) -> Offload:
+    return "none" if config.training.offload == "auto" else config.training.offload
 
 
 def _listing(listed: Sequence[MemoryPart]) -> str:

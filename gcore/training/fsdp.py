@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,7 +97,12 @@ class FsdpNetwork(Network):
         return {f"{name}/{part}": entry[part] for name, entry in updated.items() for part in ("step", *MOMENTS)}
 
     def moments(self) -> list[Shard]:
-        return state.shards_of(self._moments())
+        holds = {
+            f"{name}/{part}": self.optimizer.holds.get(parameter)
+            for name, parameter in self.parameters.items()
+            for part in MOMENTS
+        }
+        return [replace(shard, hold=holds.get(shard.name)) for shard in state.shards_of(self._moments())]
 
     def load(self, weights: Path, moments: Path) -> None:
         reshard(self.model)  # else a pass could use gathered weights of before

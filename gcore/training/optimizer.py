@@ -4,12 +4,19 @@
                                                     └──moments: on the device, or in host memory between their steps
 
 Parameters that are split over different groups of ranks (tensor parallel or not) cannot be updated by one kernel, so a
-part holds parameters of one kind. With `offload`, the moments of a part are on the device only while it is updated.
+part holds parameters of one kind. With `offload`, the moments of a part are on the device only while it is updated:
+
+    stream `up`                host ──moments of part k + 1──> slot
+    compute                              AdamW of part k, in another slot
+    stream `down`                        host <──moments of part k - 1── a third slot
+
+The link to the host carries both directions at the same time, so a step takes as long as one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,11 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from gcore.checkpoint.tensors import Hold
 from gcore.config.training import Training
 from gcore.training.shards import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PART_BYTES = 2**32  # of the two moments of a part that is off-loaded; a larger parameter is a part of its own
+PART_BYTES = 2**30  # of the two moments of a part that is off-loaded; a larger parameter is a part of its own
+SLOTS = 3  # memory on the device for a part each; a larger parameter takes the first
+BLOCK_BYTES = 2**32  # of pinned host memory: PyTorch rounds every pinned allocation up to a power of 2
 
 
 class Optimizer:
@@ -37,8 +47,8 @@ class Optimizer:
     ) -> None:
         self._scales = dict(scales or {})
         self._parameters, self._max_norm, self._device = list(parameters), training.max_grad_norm, device
-        self._fused, self._offload = device.type == "cuda", offload
-        self._host: dict[torch.optim.AdamW, Tensor] = {}  # memory of off-loaded moments
+        self._fused = device.type == "cuda"
+        parts = list(_parts(self._parameters, PART_BYTES if offload else None))
         self._parts = [
             torch.optim.AdamW(
                 self._groups(part, training),
@@ -47,8 +57,14 @@ class Optimizer:
                 eps=training.eps,
                 fused=self._fused,
             )
-            for part in _parts(self._parameters, PART_BYTES if offload else None)
+            for part in parts
         ]
+        self._host = HostMoments(parts, device) if offload else None
+
+    @property
+    def holds(self) -> Mapping[Tensor, Hold]:
+        """By parameter: of off-loaded moments, which checkpoints may read where they are."""
+        return self._host.holds if self._host is not None else {}
 
     def _groups(self, part: Sequence[Tensor], training: Training) -> list[dict[str, Any]]:
         """Groups of one weight decay and one scale of the learning rate. Parameters with fewer than two dimensions
@@ -75,9 +91,23 @@ class Optimizer:
                     group["lr"] = lr * group["scale"]
                 if self._fused:
                     cast(Any, part).found_inf = (~finite).float()
-                self._update(part)
+            if self._host is None:
+                for part in self._parts:
+                    part.step()
+            else:
+                self._update_off_loaded(self._host)
         self.drop_gradients()
         return float(norm)
+
+    def _update_off_loaded(self, host: HostMoments) -> None:
+        with host.passing() as carry:
+            for number, part in enumerate(self._parts):
+                updated = [p for p in _parameters_of(part) if p.grad is not None]
+                new = {parameter for parameter in updated if parameter not in part.state}
+                for parameter in new:
+                    part.state[parameter] = self._entry(parameter)
+                with carry(number, {parameter: part.state[parameter] for parameter in updated}, new):
+                    part.step()
 
     def is_finite(self) -> bool:
         return is_finite(self._parameters)
@@ -85,26 +115,6 @@ class Optimizer:
     def drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _update(self, part: torch.optim.AdamW) -> None:
-        if self._offload:
-            for moment in _moments(part):
-                _set_local(moment, local_of(moment).to(self._device, non_blocking=True))
-        part.step()
-        if self._offload:
-            self._to_host(part)
-
-    def _to_host(self, part: torch.optim.AdamW) -> None:
-        """Into one pinned buffer per part, which is kept: PyTorch rounds every pinned allocation up to a power of 2."""
-        moments = list(_moments(part))
-        sizes = [local_of(moment).numel() for moment in moments]
-        if self._device.type == "cpu" or not moments:
-            return
-        if part not in self._host or len(self._host[part]) < sum(sizes):
-            self._host[part] = torch.empty(sum(sizes), pin_memory=True)
-        for moment, buffer in zip(moments, self._host[part][: sum(sizes)].split(sizes), strict=True):
-            _set_local(moment, buffer.view(local_of(moment).shape).copy_(local_of(moment), non_blocking=True))
-        torch.cuda.current_stream(self._device).synchronize()
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -122,13 +132,93 @@ class Optimizer:
 
     def add_state(self, parameter: Tensor) -> None:
         """Moments of zero and a step count of 0, as those of a parameter that was never updated; to be overwritten."""
-        part = next(p for p in self._parts if any(parameter is q for group in p.param_groups for q in group["params"]))
+        part = next(part for part in self._parts if any(parameter is each for each in _parameters_of(part)))
+        entry = part.state[parameter] = self._entry(parameter)
+        if self._host is not None:
+            for name, home in self._host.of(parameter).items():
+                _set_local(entry[name], home.zero_())
+
+    def _entry(self, parameter: Tensor) -> dict[str, Any]:
         step = torch.zeros((), device=self._device if self._fused else "cpu")
-        entry: dict[str, Any] = {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
-        if self._offload:
-            for name in MOMENTS:
-                _set_local(entry[name], local_of(entry[name]).cpu())
-        part.state[parameter] = entry
+        return {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
+
+
+class HostMoments:
+    """Host memory of the moments of all parts, and their way over the device."""
+
+    def __init__(self, parts: Sequence[Sequence[Tensor]], device: torch.device) -> None:
+        self._device, self._sizes = device, [sum(2 * local_of(p).numel() for p in part) for part in parts]
+        self._blocks, self._sized = list[Tensor | None](), list[int]()  # memory is allocated when it is first used
+        self._places: dict[Tensor, list[tuple[int, int]]] = {}  # block and offset of each moment
+        self.holds: dict[Tensor, Hold] = {}
+        for part in parts:
+            self.holds |= dict.fromkeys(part, Hold())
+            for parameter in part:
+                self._places[parameter] = [self._place(local_of(parameter).numel()) for _ in MOMENTS]
+
+    def _place(self, size: int) -> tuple[int, int]:
+        """In the first block that has room."""
+        for number, used in enumerate(self._sized):
+            if 4 * (used + size) <= BLOCK_BYTES:
+                self._sized[number] += size
+                return number, used
+        self._blocks.append(None)
+        self._sized.append(size)
+        return len(self._sized) - 1, 0
+
+    def of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Where its moments are, as this rank holds them."""
+        shape, found = local_of(parameter).shape, {}
+        for name, (number, start) in zip(MOMENTS, self._places[parameter], strict=True):
+            block = self._blocks[number]
+            if block is None:
+                block = torch.empty(self._sized[number], pin_memory=self._device.type == "cuda")
+                self._blocks[number] = block
+            found[name] = block[start : start + shape.numel()].view(shape)
+        return found
+
+    @contextmanager
+    def passing(self) -> Iterator[Callable[..., AbstractContextManager[None]]]:
+        """Yields `carry`, for one part after another. At the end all moments are in host memory."""
+        device, compute = self._device, None
+        up = down = None
+        most = max(self._sizes, default=0)
+        largest = [min(most, PART_BYTES // 4) if i else most for i in range(min(SLOTS, len(self._sizes)))]
+        slots = [torch.empty(size, device=device) for size in largest]
+        free: list[Any] = [None] * len(slots)  # when the last part has left a slot
+        if device.type == "cuda":
+            compute, up, down = torch.cuda.current_stream(device), *(torch.cuda.Stream(device) for _ in range(2))
+            free = [compute.record_event()] * len(slots)
+
+        @contextmanager
+        def carry(number: int, entries: Mapping[Tensor, Mapping[str, Any]], new: Set[Tensor]) -> Iterator[None]:
+            """The moments of part `number` are on the device in this context. `new`: parameters whose moments are 0."""
+            turn = number % len(slots) if self._sizes[number] <= PART_BYTES // 4 else 0
+            homes = {parameter: self.of(parameter) for parameter in entries}
+            pairs, start = list[tuple[Tensor, Tensor, Any, bool]](), 0  # slot, host, moment, is it new
+            for parameter, entry in entries.items():
+                for name, home in homes[parameter].items():
+                    view = slots[turn][start : start + home.numel()].view(home.shape)
+                    pairs.append((view, home, entry[name], parameter in new))
+                    start += home.numel()
+            with _on(up, free[turn]):
+                for view, home, _, is_new in pairs:
+                    if not is_new:
+                        view.copy_(home, non_blocking=True)
+            _follow(compute, up)
+            for view, _, moment, is_new in pairs:
+                _set_local(moment, view.zero_() if is_new else view)
+            yield
+            for parameter in list(entries)[:1]:
+                self.holds[parameter].wait()  # a checkpoint may still be written from there
+            with _on(down, compute.record_event() if compute is not None else None):
+                for view, home, moment, _ in pairs:
+                    _set_local(moment, home.copy_(view, non_blocking=True))
+            free[turn] = down.record_event() if down is not None else None
+
+        yield carry
+        if down is not None:
+            down.synchronize()
 
 
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
@@ -159,8 +249,7 @@ def _num_copies(tensor: Tensor) -> int:
 
 
 def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list[Tensor]]:
-    """Parameters of one mesh, in order; with `max_bytes`, in parts whose moments are at most so large. Most parts are
-    just below that power of 2, to which PyTorch rounds up their pinned memory."""
+    """Parameters of one mesh, in order; with `max_bytes`, in parts whose moments are at most so large."""
 
     def mesh_of(parameter: Tensor) -> str:
         return str(parameter.device_mesh) if isinstance(parameter, DTensor) else ""
@@ -177,10 +266,24 @@ def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list
         yield part
 
 
-def _moments(part: torch.optim.AdamW) -> Iterator[Tensor]:
-    for entry in part.state.values():
-        for name in MOMENTS:
-            yield entry[name]
+def _parameters_of(part: torch.optim.AdamW) -> Iterator[Tensor]:
+    return (parameter for group in part.param_groups for parameter in group["params"])
+
+
+@contextmanager
+def _on(stream: Any, after: Any) -> Iterator[None]:
+    """On a stream of a GPU, after an event; None: there are no streams."""
+    if stream is None:
+        yield
+    else:
+        stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            yield
+
+
+def _follow(stream: Any, other: Any) -> None:
+    if stream is not None:
+        stream.wait_stream(other)
 
 
 def _set_local(tensor: Tensor, values: Tensor) -> None:

@@ -69,7 +69,8 @@ def in_compute_thread(
 
 class TrainerRank:
     """Implements protocols.Trainer. `make_backend` is called in the compute thread. The caller has set up the process
-    group (launch/build.py). `own_loss`: algorithm.policy_loss, if it is a function of the user."""
+    group (launch/build.py). `own_loss`: algorithm.policy_loss, if it is a function of the user. `in_place`: off-loaded
+    moments are not copied for checkpoints."""
 
     def __init__(
         self,
@@ -80,13 +81,14 @@ class TrainerRank:
         tracer: Tracer,
         publisher: WeightPublisher | None = None,
         own_loss: objective.OwnLoss | None = None,
+        in_place: bool = True,
     ) -> None:
         self._config, self._rank, self._tracer, self._own_loss = config, rank, tracer, own_loss
         self._data = StepData()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._pool.submit(use_threads, threads).result()
         self.backend = self._pool.submit(make_backend).result()
-        self._writer = BackgroundWriter(rank, self.backend.device, config.checkpoint.asynchronous)
+        self._writer = BackgroundWriter(rank, self.backend.device, config.checkpoint.asynchronous, in_place)
         self._publisher = publisher or WeightPublisher(rank)
         self._policy_names = set[str]()  # of the policy's weights that a critic on ranks of its own has received
         self._after_warm_start = False

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gcore.checkpoint import tensors, writer
-from gcore.checkpoint.tensors import Shard, ShardFiles, assign
+from gcore.checkpoint.tensors import Hold, Shard, ShardFiles, assign
 from gcore.checkpoint.writer import BackgroundWriter, HostMemory, Snapshot
 from gcore.training import state
 from gcore.training.rank import TrainerRank
@@ -216,6 +216,98 @@ def test_saves_at_every_step_change_nothing(tmp_path):
         expected = update(alone, samples_of(seed), batch_of(samples_of(seed)))
         assert asyncio.run(step(seed)) == expected
     assert same(weights_of(saving), weights_of(alone))
+
+
+# --- off-loaded moments: they are in host memory, and are written from there
+
+OFF: dict[str, Any] = {**KL, "training": {"offload": "optimizer"}}
+
+
+def test_off_loaded_moments_are_written_without_a_copy(tmp_path):
+    plain, moved = trained(config_of(**KL)), trained(config_of(**OFF))
+    assert files_of(plain, tmp_path / "plain") == files_of(moved, tmp_path / "moved")
+    parameters = sum(p.numel() for p in moved.backend.weights().values())
+    steps = len(moved.backend.weights())
+    assert plain._writer.host_bytes == 4 * (4 * parameters + steps)  # weights, reference, moments
+    assert moved._writer.host_bytes == 4 * (2 * parameters + steps)
+    update(moved, samples_of(7), batch_of(samples_of(7)))  # nothing holds the moments any more
+
+
+def test_an_update_waits_for_moments_that_are_not_written_yet(tmp_path, monkeypatch):
+    trainer = trained(config_of(**OFF))
+    expected = files_of(trainer, tmp_path / "expected")
+    go, real_wait, real_write = threading.Event(), Hold.wait, writer.write_file
+
+    def wait(hold: Hold) -> None:
+        go.set()
+        real_wait(hold)
+
+    def write(path: Path, contents: Any) -> Any:
+        if path.parent.name == "optimizer":
+            assert go.wait(LIMIT_S)
+        return real_write(path, contents)
+
+    def update_now() -> None:
+        update(trainer, samples_of(9), batch_of(samples_of(9)))
+        go.set()  # at the latest: then nobody waited
+
+    async def run() -> Any:
+        await trainer.snapshot()
+        writing = asyncio.ensure_future(trainer.write(str(tmp_path)))
+        await asyncio.to_thread(update_now)
+        return await writing
+
+    monkeypatch.setattr(Hold, "wait", wait)
+    monkeypatch.setattr(writer, "write_file", write)
+    written = asyncio.run(run())
+    assert {name: entry["sha256"] for name, entry in written.files.items()} == expected
+    assert written.waited_s > 0
+
+
+@pytest.mark.parametrize("end", ["abandoned", "full disk"])
+def test_moments_are_free_after_a_save_that_failed(tmp_path, monkeypatch, end):
+    trainer = trained(config_of(**OFF))
+
+    def full(path: Path, contents: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        await trainer.snapshot()
+        if end == "abandoned":
+            return await trainer.abandon()
+        monkeypatch.setattr(writer, "write_file", full)
+        assert "No space left" in (await trainer.write(str(tmp_path))).error
+
+    asyncio.run(run())
+    assert not any(hold._readers for hold in trainer.backend.networks["policy"].optimizer.holds.values())
+    update(trainer, samples_of(9), batch_of(samples_of(9)))
+
+
+def test_held_shards_are_written_first_and_are_free_one_by_one(tmp_path, monkeypatch):
+    holds, seen = [Hold(), Hold()], list[tuple[str, list[int]]]()
+    values = torch.arange(6.0)
+    held = [Shard(f"m{i}", (6,), (0,), values + i, hold) for i, hold in enumerate(holds)]
+    copied = Shard("step", (), (), torch.tensor(3.0))
+
+    def write(path: Path, contents: Any) -> Any:
+        parts = []
+        for content in contents:
+            seen.append((path.parent.name, [hold._readers for hold in holds]))
+            parts.append(bytes(memoryview(content).cast("B")))
+        return real(path, parts)
+
+    real = writer.write_file
+    monkeypatch.setattr(writer, "write_file", write)
+    monkeypatch.setattr(writer, "WRITER_THREADS", 1)
+    saver = BackgroundWriter(0, CPU)
+    saver.stage(Snapshot({"weights": [Shard("w", (6,), (0,), values)], "optimizer": [held[0], copied, held[1]]}))
+    saver.fence()
+    copied.values.zero_()  # it is not held: the copy has the value of before
+    assert not saver.write(tmp_path).result().error and saver.host_bytes == 4 + 24
+    order = [("optimizer", [1, 1])] * 2 + [("optimizer", [0, 1])] * 2  # header, m0, step, m1
+    assert seen == order + [("weights", [0, 0])] * 2
+    found = tensors.read(tmp_path / "optimizer", ["m0", "m1", "step"])
+    assert torch.equal(found["m1"], values + 1) and found["step"] == 3.0
 
 
 # --- abandoned saves, and loads at any time

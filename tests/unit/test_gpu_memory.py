@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from gcore.config.load import load_config
 from gcore.cost.costs import SHAPES
 from gcore.cost.training_memory import adapter_parameters
 from gcore.launch import gpu_memory
-from gcore.launch.footprint import parts
+from gcore.launch.footprint import copies_moments, parts
 from gcore.launch.gpu_memory import engines_beside, memory_lines, plan_critic_memory, plan_memory, rank_of
 from gcore.launch.machines import Machine
 from gcore.launch.plan import make_plan
@@ -257,7 +259,7 @@ def test_the_lines_of_a_dry_run(config):
         "start              30.5          ·        ·          ·            ·          ·      3.2     59.7  93.4",
         "rollout            30.5          ·        ·          ·            ·          ·        ·     59.7  90.2",
         "backward           30.5       30.5        ·       15.2          4.1       11.1        ·      5.7  97.1",
-        "optimizer step     30.5       30.5      4.4          ·            ·          ·        ·      5.7  71.0",
+        "optimizer step     30.5       30.5      6.5          ·            ·          ·        ·      5.7  73.1",
         "weight update      30.5          ·        ·          ·            ·          ·      3.2     20.9  54.6",
         "training.activation_checkpointing=true: without it, the phase `backward` needs 161 of 149 GB",
         "training.offload=optimizer: with none, the phase `backward` needs 158 of 149 GB",
@@ -289,6 +291,26 @@ def test_off_loaded_state_counts_in_host_memory(config, tmp_path):
             copy = 4 + 8 + 2  # for checkpoints
             assert found["trainer rank"] == 295 + per_parameter / shard
             assert found["copy for checkpoints"] == copy / shard
+
+
+def test_off_loaded_moments_are_copied_for_checkpoints_only_where_they_fit(config, tmp_path):
+    """A rank of 8 GiB of moments in host memory, beside 4 GiB of weights on the GPU."""
+    config("7B")
+    (tmp_path / "7B" / "model.safetensors").touch()
+    os.truncate(tmp_path / "7B" / "model.safetensors", 2 * 2**30)  # 1 Gi parameters in bfloat16; no bytes on the disk
+
+    def copied(memory_mb: int, *changes: str) -> float:
+        asked = config("7B", "training.offload=optimizer", *changes)
+        plan = make_plan(asked, replace(ONE, memory_mb=memory_mb))
+        found = {part.what: part.each_mb for part in parts(asked, plan)}
+        assert found["trainer rank"] == 295 + 8 * 1024
+        assert found.get("copy for checkpoints", 0) in (0, 4096, 4096 + 8192)
+        assert copies_moments(asked, plan) == (found.get("copy for checkpoints", 0) != 4096)
+        return found.get("copy for checkpoints", 0)
+
+    assert copied(64 * 1024) == copied(0) == 4096 + 8192
+    assert copied(20 * 1024) == 4096
+    assert copied(20 * 1024, "checkpoint.asynchronous=false") == 0
 
 
 # ---- a critic with ranks of its own ----

@@ -412,7 +412,7 @@ def test_the_command_prints_memory_alone(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("GPU of a trainer rank, GB (shard 1, tp 1, 16384 tokens, checkpointing on, off-load opt")
     step = next(line.split() for line in lines if line.strip().startswith("optimizer step"))
-    assert step == ["optimizer", "step", "30.5", "30.5", "4.4", "·", "·", "·", "·", "5.7", "71.0"]
+    assert step == ["optimizer", "step", "30.5", "30.5", "6.5", "·", "·", "·", "·", "5.7", "73.1"]
     assert sum(line.endswith("yes  ") for line in lines) == 2 and max(map(len, lines)) <= 118
     assert main(["plan", "--model", "32B", "--gpus", "1", "--gpu", "h200", "--memory"]) == 1
     assert "trainer (" in capsys.readouterr().out

@@ -30,6 +30,7 @@ from gcore.training.fsdp import FsdpBackend
 from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.training.lora import trainable_parameters
 from gcore.training.objective import StepData, step_columns
+from gcore.training.optimizer import HostMoments
 from gcore.training.rank import TrainerRank
 from gcore.training.schedule import learning_rate, learning_rate_of
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, UserError, Written
@@ -632,16 +633,19 @@ def state_of(trainer: TrainerRank) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "all"])
-def test_off_load_changes_no_number(tmp_path, monkeypatch, offload):
-    """The optimizer works part by part: here each parameter is a part."""
-    monkeypatch.setattr(optimizer_module, "PART_BYTES", 1)
+@pytest.mark.parametrize(("offload", "part"), [("optimizer", 1), ("all", 1), ("optimizer", 2000)])
+def test_off_load_changes_no_number(tmp_path, monkeypatch, offload, part):
+    """The optimizer works part by part. Here each parameter is a part; or small ones share a part, and parts a slot."""
+    monkeypatch.setattr(optimizer_module, "PART_BYTES", part)
+    monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 40_000)
     algorithm, samples = {"kl_coef": 0.1, "mini_batches": 2}, samples_of()
     plain, moved = (
         trainer_of(config_of(algorithm=algorithm, training={"offload": chosen})) for chosen in ("none", offload)
     )
     parts = [len(trainer.backend.networks["policy"].optimizer._parts) for trainer in (plain, moved)]
     assert parts[0] == 1 and parts[1] > 10
+    host = moved.backend.networks["policy"].optimizer._host
+    assert len(host._sized) > 2 and len([size for size in host._sizes if size <= part // 4]) > (3 if part > 1 else -1)
     for trainer in (plain, moved):
         asyncio.run(trainer.end_warm_start())
         for seed in range(2):
@@ -657,12 +661,25 @@ def test_off_load_changes_no_number(tmp_path, monkeypatch, offload):
 
 
 def test_off_loaded_parts_are_full_and_not_larger():
-    """A pinned buffer takes the next power of two: a part that is a little larger than one wastes half of it."""
     sizes = [3, 3, 3, 20, 4, 4, 1, 7]
     parameters = [torch.empty(size) for size in sizes]
     parts = [[len(p) for p in part] for part in optimizer_module._parts(parameters, 8 * 8)]
     assert parts == [[3, 3], [3], [20], [4, 4], [1, 7]]
     assert [len(part) for part in optimizer_module._parts(parameters, None)] == [8]
+
+
+def test_off_loaded_moments_fill_blocks(monkeypatch):
+    """Pinned memory is a power of 2: the last block alone may be half empty. No two moments share an element."""
+    monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 4 * 64)
+    parameters = [torch.empty(size) for size in (30, 3, 30, 100, 9, 20, 1)]
+    host = HostMoments([parameters[:3], parameters[3:]], CPU)
+    assert host._sized == [64, 64, 100, 100, 58]
+    for number, parameter in enumerate(parameters):
+        for moment in host.of(parameter).values():
+            moment.fill_(number)
+    for number, parameter in enumerate(parameters):
+        for moment in host.of(parameter).values():
+            assert moment.shape == parameter.shape and (moment == number).all()
 
 
 # --- schedule
