@@ -29,7 +29,7 @@ from gcore.training.media_model import MediaLogprobModel
 from gcore.types import Pixels, UserError
 from tests.vision_families import HALF, VIDEOS, MediaWorld, computed, made_once, off, picture, save
 
-CLOSE = {"qwen3_5": 5e-5}  # with a delta rule: as in test_families.py
+CLOSE = {"qwen3_5": 5e-5}  # as in test_families.py, where it has a delta rule; else 2e-5
 FAMILIES = list(VIDEOS)
 
 
@@ -223,7 +223,7 @@ def test_engine_and_trainer_are_the_joint_forward_pass(family: str, worlds: Call
     keys = list(world.samples)
     expected = {key: world.reference(world.samples[key]) for key in keys}
     for key in keys:
-        assert off(world.samples[key].rollout_logprobs_S, expected[key]) < CLOSE.get(family, 1e-5)
+        assert off(world.samples[key].rollout_logprobs_S, expected[key]) < CLOSE.get(family, 2e-5)
     critic = world.critic()
     values = {key: world.reference(world.samples[key], critic.network.score.weight[0]) for key in keys}
     model = MediaLogprobModel(copy.deepcopy(world.network))
@@ -231,7 +231,7 @@ def test_engine_and_trainer_are_the_joint_forward_pass(family: str, worlds: Call
         model.encoded = 0
         for model_, wanted in ((model, expected), (critic, values)):
             found = computed(model_, world.samples, rows)
-            assert max(off(found[key], wanted[key]) for key in keys) < CLOSE.get(family, 1e-5)
+            assert max(off(found[key], wanted[key]) for key in keys) < CLOSE.get(family, 2e-5)
         assert model.encoded == 6
 
 
