@@ -8,6 +8,8 @@ Traps that it handles:
 - The CPU build cannot seed a prompt that is prefilled in chunks, and it replaces `torch.set_num_threads`.
 - vLLM reads the environment once per process: settings that differ between engines must be arguments.
 - vLLM's own shutdown destroys all process groups of the process, also those of other code.
+- States of layers (Mamba, linear attention) are cached with prefixes only at the ends of large blocks, which needs
+  prompts that are prefilled in chunks and the first model runner: prefix caching is off for models that have states.
 - vLLM sizes its cache by the memory of the whole GPU. What other processes allocate during its start counts as its own.
 - There are two samplers. The logprobs of both include top-k and top-p, or leave out the temperature.
 """
@@ -90,13 +92,13 @@ def open_core(folder: Path, options: LibraryOptions) -> Any:
     with _threads_and_memory() if is_cpu() else own_memory():
         try:
             model = arguments.create_model_config()
-            if model.has_inner_state:  # cached at the ends of large blocks only, which decoding runs would miss
+            if model.has_inner_state:
                 arguments.enable_prefix_caching = False
-                log.warning("%s keeps states: vLLM computes a shared prompt once per sample", model.architecture)
+                log.warning("%s: no prefix caching, a prompt is computed for each of its samples", model.architecture)
             if model.is_multimodal_model:  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False
             elif options.decode_steps > 1 and options.tensor_parallel == 1 and not is_cpu():
-                _prepare_runs(arguments, model.hf_text_config, options)
+                _prepare_runs(arguments, model, options)
             # defaults for offline use: a step prefills up to 16,384 prompt tokens, not 2,048
             return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except (ValueError, OSError) as error:  # an unusable folder, length or memory fraction
@@ -106,9 +108,12 @@ def open_core(folder: Path, options: LibraryOptions) -> Any:
 def _prepare_runs(arguments: Any, model: Any, options: LibraryOptions) -> None:
     """What vllm_run.py needs: the second model runner, no step computed ahead, and positions for steps after the end of
     a request, if the model has any."""
+    if model.is_attention_free:  # the second model runner of vLLM 0.24 computes them without their states
+        log.warning("%s has no attention: vLLM's scheduler is called for every step", model.architecture)
+        return
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     arguments.async_scheduling = False
-    positions = getattr(model, "max_position_embeddings", options.max_length)
+    positions = getattr(model.hf_text_config, "max_position_embeddings", options.max_length)
     arguments.max_model_len = max(options.max_length, min(options.max_length + PLANNED_STEPS, positions))
 
 

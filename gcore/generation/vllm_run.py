@@ -30,6 +30,7 @@ import torch
 
 from gcore.generation.engine_shell import Job
 
+log = logging.getLogger(__name__)
 PLANNED_STEPS = 64  # at most this many between two calls of the scheduler
 MAX_RUN_S = 0.04  # aborts and new weights wait for at most two runs
 SHARE_OF_LENGTH = 4  # a run has at most a quarter of the tokens that requests have on average
@@ -102,7 +103,9 @@ class DecodeRuns:
     def __init__(self, core: Any, max_run: int) -> None:
         self._scheduler = core.scheduler
         self._runner = core.model_executor.driver_worker.worker.model_runner
-        self._block_size = int(self._scheduler.kv_cache_manager.coordinator.single_type_managers[0].block_size)
+        kinds = self._scheduler.kv_cache_manager.coordinator.single_type_managers  # of layers, with blocks of their own
+        sizes = [int(kind.block_size) for kind in kinds]
+        self._block_sizes = [size for size in sizes if size < self._scheduler.max_model_len]  # others: one per request
         self._max_run = max_run
         self._step_s = self._last_read = 0.0  # measured
         self._plan: DecodePlan | None = None
@@ -110,10 +113,14 @@ class DecodeRuns:
 
     @classmethod
     def of(cls, core: Any, max_run: int) -> DecodeRuns | None:
-        """None if the core is in other processes, has another model runner, or computes steps ahead by itself."""
+        """None if the core is in other processes, has another model runner, or computes steps ahead by itself; or if it
+        keeps states of layers at the ends of blocks, which vLLM copies from block to block before each step."""
         worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
         runner: Any = getattr(worker, "model_runner", None)
         if max_run < 2 or core.batch_queue is not None or not hasattr(runner, "req_states"):
+            return None
+        if (mode := getattr(core.vllm_config.cache_config, "mamba_cache_mode", "none")) != "none":
+            log.warning("mamba_cache_mode=%s: vLLM's scheduler is called for every step", mode)
             return None
         try:
             runs, known = cls(core, max_run), hasattr(core.scheduler, "num_lookahead_tokens")
@@ -121,7 +128,7 @@ class DecodeRuns:
         except (AttributeError, IndexError):
             known = False
         if not known:
-            logging.getLogger(__name__).warning("unknown version of vLLM: its scheduler is called for every step")
+            log.warning("unknown version of vLLM: its scheduler is called for every step")
             return None
         from gcore.generation.vllm_sampler import OnePassSampler
 
@@ -151,10 +158,10 @@ class DecodeRuns:
     def _schedule(self, jobs: Mapping[str, Job]) -> tuple[Any, RunLengths]:
         scheduler, lengths = self._scheduler, RunLengths(1, 1)
         running = scheduler.running
-        if len(running) == len(jobs):  # none waits to be prefilled
+        if len(running) == len(jobs) and all(job.tokens for job in jobs.values()):  # none has a prompt to prefill
             positions_left = scheduler.max_model_len - max(request.num_tokens for request in running)
             lengths = RunLengths.of(jobs.values(), self._max_run, positions_left, self._step_s)
-            blocks = len(running) * (1 + lengths.plan // self._block_size)
+            blocks = len(running) * sum(1 + lengths.plan // size for size in self._block_sizes)
             if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < blocks:
                 lengths = RunLengths(1, 1)  # no request is preempted for the cache of later steps
         scheduler.num_lookahead_tokens = lengths.plan - 1

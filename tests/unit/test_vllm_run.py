@@ -74,12 +74,12 @@ class OneRequest:
 
 
 class Scheduler:
-    def __init__(self, runner: Runner, blocks: int) -> None:
+    def __init__(self, runner: Runner, blocks: int, sizes: tuple[int, ...]) -> None:
         self.num_lookahead_tokens, self.max_model_len, self.calls = 0, 500, 0
         self.requests, self.running, self.waiting = dict[str, OneRequest](), list[OneRequest](), list[OneRequest]()
         self.finished, self.runner = set[str](), runner
         pool = SimpleNamespace(get_num_free_blocks=lambda: blocks)
-        coordinator = SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=BLOCK)])
+        coordinator = SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=size) for size in sizes])
         self.kv_cache_manager = SimpleNamespace(block_pool=pool, coordinator=coordinator)
 
     def add(self, job: Job) -> None:
@@ -166,13 +166,14 @@ class Runner:
 class Engine:
     """What VllmBackend does with the runs."""
 
-    def __init__(self, max_run: int, blocks: int = 10_000) -> None:
+    def __init__(self, max_run: int, blocks: int = 10_000, sizes: tuple[int, ...] = (BLOCK,)) -> None:
         self.runner = Runner()
-        self.scheduler = Scheduler(self.runner, blocks)
+        self.scheduler = Scheduler(self.runner, blocks, sizes)
         self.runner.requests = self.scheduler.requests
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=self.runner))
         core = SimpleNamespace(scheduler=self.scheduler, model_executor=SimpleNamespace(driver_worker=worker))
-        self.runs = DecodeRuns(core, max_run)
+        core.vllm_config, core.batch_queue = SimpleNamespace(cache_config=SimpleNamespace()), None
+        self.core, self.runs = core, DecodeRuns(core, max_run)
         self.jobs: dict[str, Job] = {}
         self.done: dict[str, tuple[Job, str]] = {}
 
@@ -302,6 +303,46 @@ def test_no_position_beyond_the_longest_that_the_model_has():
     engine.add(3, 40)
     engine.finish()
     check(engine, {3: 40})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "free", "planned"),
+    [
+        ((BLOCK,), 6, 40),
+        ((BLOCK,), 5, 1),
+        ((500, BLOCK), 5, 1),
+        ((500, BLOCK), 6, 40),  # the first keeps one state per request, whatever its length
+        ((BLOCK, BLOCK), 11, 1),
+        ((BLOCK, BLOCK), 12, 40),
+        ((500,), 0, 40),
+    ],
+)
+def test_the_cache_of_each_kind_of_layers_is_counted(sizes, free, planned):
+    """Two requests with 40 tokens each: 40 more need up to three blocks of 16."""
+    engine = Engine(8, free, sizes)
+    for name in (3, 12):
+        engine.add(name, 300)
+        engine.jobs[str(name)].tokens = [0] * 40
+    engine.scheduler.schedule()
+    assert engine.runs._schedule(engine.jobs)[1].plan == planned
+
+
+def test_the_end_of_a_prompt_is_no_decoding_step():
+    """A prompt that is prefilled in chunks may end with a chunk of one token."""
+    engine = Engine(8)
+    for name in (3, 12):
+        engine.add(name, 300)
+    engine.jobs["3"].tokens = [0] * 100
+    engine.scheduler.schedule()
+    assert engine.runs._schedule(engine.jobs)[1] == (1, 1)
+    engine.jobs["12"].tokens = [0]
+    assert engine.runs._schedule(engine.jobs)[1] == (50, 8)
+
+
+def test_states_at_the_ends_of_blocks_are_left_to_vllm(caplog):
+    engine = Engine(8)
+    engine.core.vllm_config.cache_config.mamba_cache_mode = "align"
+    assert DecodeRuns.of(engine.core, 8) is None and "mamba_cache_mode=align" in caplog.text
 
 
 def job_with(tokens: int, limit: int = 10_000) -> Job:
