@@ -25,7 +25,7 @@ from gcore.cost.shapes import Shape  # noqa: E402
 from gcore.observe.metrics import read_rows  # noqa: E402
 
 SHAPES = {
-    **{size: KNOWN_SHAPES[size] for size in ("0.5B", "1.5B", "7B")},
+    **{size: KNOWN_SHAPES[size] for size in ("0.5B", "1.5B", "7B", "14B", "32B")},
     "small": Shape("small", layers=4, hidden=128, intermediate=256, heads=4, kv_heads=2, head_dim=32, vocab=512),
     "tiny": Shape(
         "tiny", layers=2, hidden=64, intermediate=128, heads=2, kv_heads=1, head_dim=32, vocab=512, tied=True

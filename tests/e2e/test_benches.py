@@ -55,6 +55,7 @@ REHEARSALS = {  # arguments; several rows of them if one does not reach all part
     "gpu_placement": ["--device cpu --policy tiny --judge tiny --steps 2 --prompts 2 --samples 2 --concurrent 8"],
     "gpu_ranks": ["--rehearse --only 'FSDP 2' 'context 2, ring' '2 engines, broadcast'"],
     "gpu_step": ["--cpu --only gcore-local,trl --steps 1 --mix fixed --tokens 8 --work {here}"],
+    "gpu_swap": ["--rehearse --work {here}"],
     "gpu_train": ["--model tiny --sequences 8 --prompt 8 --response 16 --updates 2 --lengths mix --only eager"],
     "gpu_vision": ["--cpu --steps 1 --work {here}"],
     "hosts": ["--no-ray -- hostname"],
