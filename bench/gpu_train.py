@@ -34,7 +34,6 @@ sys.path.insert(0, str(ROOT))
 
 from bench.common import SHAPES, mfu, model_config, trainer_config  # noqa: E402
 from gcore.content.tokens import Tokens, tokens_of  # noqa: E402
-from gcore.cost.shapes import Shape  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.models.decoders import KINDS, traits_of  # noqa: E402
 from gcore.observe.trace import Tracer  # noqa: E402
@@ -49,18 +48,6 @@ from gcore.training.state import TrainedName  # noqa: E402
 from gcore.types import Sample, Topology, TrainBatch  # noqa: E402
 from gcore.weights.pretrained import read_whole  # noqa: E402
 
-DELTA_RULE = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-FAMILIES: dict[str, dict[str, Any]] = {  # beside Qwen2: keys of config.json
-    "qwen3-1.7B": {"model_type": "qwen3"},
-    "qwen3.5-2B": {"model_type": "qwen3_5_text", **dict(zip(DELTA_RULE, (16, 16, 128, 128), strict=True))},
-    "qwen3.5-tiny": {"model_type": "qwen3_5_text", **dict(zip(DELTA_RULE, (2, 2, 16, 16), strict=True))},
-}
-SIZES = {
-    **SHAPES,
-    "qwen3-1.7B": Shape("qwen3-1.7B", 28, 2048, 6144, heads=16, kv_heads=8, head_dim=128, vocab=151_936),
-    "qwen3.5-2B": Shape("qwen3.5-2B", 24, 2048, 6144, heads=8, kv_heads=2, head_dim=256, vocab=248_320),
-    "qwen3.5-tiny": Shape("qwen3.5-tiny", 4, 64, 128, heads=4, kv_heads=2, head_dim=16, vocab=512),
-}
 VARIANTS = {  # training.compile, training.activation_checkpointing
     "eager, checkpointing": (False, True),
     "compiled, checkpointing": (True, True),
@@ -71,7 +58,7 @@ VARIANTS = {  # training.compile, training.activation_checkpointing
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="1.5B")
+    parser.add_argument("--model", choices=SHAPES, default="1.5B")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--response", type=int, default=512)
@@ -134,9 +121,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def config_of(args: argparse.Namespace) -> Any:
-    shape, family = SIZES[args.model], FAMILIES.get(args.model, {})
-    more = {**family, "head_dim": shape.head_dim} if family else {}
-    return model_config(shape, max_position_embeddings=32_768, **{"tie_word_embeddings": True, **more})
+    return model_config(args.model, max_position_embeddings=32_768, tie_word_embeddings=True)
 
 
 def network_of(args: argparse.Namespace, device: torch.device) -> Any:
@@ -151,7 +136,7 @@ def flops_per_token(args: argparse.Namespace, length: float) -> float:
     """The embedding is also the output layer."""
     from transformers import AutoModelForCausalLM
 
-    config, shape = config_of(args), SIZES[args.model]
+    config, shape = config_of(args), SHAPES[args.model]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     attention = sum(bool(KINDS[kind].mask) for kind in traits_of(config).kinds)
@@ -160,7 +145,7 @@ def flops_per_token(args: argparse.Namespace, length: float) -> float:
 
 def samples_of(args: argparse.Namespace, lengths: str) -> list[Sample]:
     rng = np.random.default_rng(0)
-    vocabulary, found = SIZES[args.model].vocab, []
+    vocabulary, found = SHAPES[args.model].vocab, []
     for i in range(args.sequences):
         steps = args.response
         if lengths == "mix":
@@ -203,7 +188,7 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     budget = args.micro_tokens or 2 * args.sequences * (args.prompt + args.response)
     metas = [meta_of(sample) for sample in samples]
     (batch,) = make_layout(
-        metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SIZES[args.model].hidden)
+        metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SHAPES[args.model].hidden)
     )
     batch, trainer = with_advantages(batch, samples), trainer_of(args, variant, device)
 
