@@ -9,6 +9,7 @@ requests are admitted as SGLang runs at once. The others stay in the shell's que
 Traps that this file handles (more in sglang_core.py):
 - Weights change only in a session, while generation is paused. Running requests are retracted, and their prefixes are
   computed again with the new weights. SGLang records for each token, or chunk, the version that produced it.
+- SGLang joins two matrices of latent attention (DeepSeek) only if one call has both: the first one waits.
 - SGLang aborts all requests whose name starts with the given name: so all names have the same length.
 """
 
@@ -57,6 +58,7 @@ class SglangBackend(DecodeBackend):
         self._loop = asyncio.new_event_loop()
         self._server: SglangServer  # set by `open`
         self._weights: FolderWeights
+        self._loading, self._halves = -1, dict[str, torch.Tensor]()  # version; tensors that wait for their other half
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
         asyncio.set_event_loop(self._loop)
@@ -214,7 +216,13 @@ class SglangBackend(DecodeBackend):
     # ---- weights and memory ---------------------------------------------------------------------------------------
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: int, last: bool) -> None:
-        self._result_of(self._load(tensors, str(version) if last else None))
+        if version != self._loading:
+            self._loading, self._halves = version, {}
+        stored = {**self._halves, **self._weights.as_stored(tensors, last)}
+        alone = {name for name in stored if not last and _other_half(name) not in ("", *stored)}
+        self._halves = {name: stored[name].detach().clone() for name in alone}  # the sender may overwrite its memory
+        now = {name: tensor for name, tensor in stored.items() if name not in alone}
+        self._result_of(self._load(now, str(version) if last else None))
 
     async def _load(self, tensors: Mapping[str, torch.Tensor], last_of: str | None) -> None:
         from sglang.srt.managers import io_struct
@@ -225,8 +233,7 @@ class SglangBackend(DecodeBackend):
             await self._server.manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
             if self._server.has_sessions:
                 _check(await self._server.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
-        stored = self._weights.as_stored(tensors, last_of is not None)
-        copies = [(name, tensor.detach().clone()) for name, tensor in stored.items()]  # shared with the child process
+        copies = [(name, tensor.detach().clone()) for name, tensor in tensors.items()]  # shared with the child process
         ranks = range(self._options.tensor_parallel)  # each rank opens its own handle
         update = io_struct.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(copies) for _ in ranks],
@@ -272,6 +279,13 @@ class SglangBackend(DecodeBackend):
             await getattr(manager, f"{action}_memory_occupation")(call, None)
             if release:
                 await manager.continue_generation(io_struct.ContinueGenerationReqInput())
+
+
+def _other_half(name: str) -> str:
+    """Of a matrix that SGLang concatenates if both halves are in one call, and leaves out otherwise; empty: it is
+    whole."""
+    first, second = "q_a_proj.", "kv_a_proj_with_mqa."
+    return name.replace(first, second) if first in name else name.replace(second, first) if second in name else ""
 
 
 def _signed(key: int) -> int:

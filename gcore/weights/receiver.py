@@ -175,7 +175,8 @@ class FolderWeights:
         files, network = WeightFiles(folder), _empty_network(folder)
         self.shapes = dict(files.shapes)  # of the parameters in the network, tied ones once; empty: no safetensors
         self.stored = {name: name for name in files.shapes}  # name in the network -> name in the files
-        self._network, self._frozen = network, dict[str, Tensor]()  # what no trainer sends, and a sleep may drop
+        self._files, self._network = files.shapes, network
+        self._frozen = dict[str, Tensor]()  # what no trainer sends, and a sleep may drop
         if network is None:
             if getattr(config, "tie_word_embeddings", False):
                 self.shapes.pop("lm_head.weight", None)
@@ -189,13 +190,25 @@ class FolderWeights:
 
     def as_stored(self, tensors: Mapping[str, Tensor], last: bool) -> dict[str, Tensor]:
         """These tensors as the library loads them; with the `last` ones of an update, those that never change."""
-        renamed = {self.stored[name]: tensor for name, tensor in tensors.items() if name in self.stored}
-        others = {name: tensor for name, tensor in tensors.items() if name not in self.stored}
-        if others and self._network is not None:
-            from transformers.core_model_loading import revert_weight_conversion
+        found = dict(self._frozen) if last else {}
+        for name, tensor in tensors.items():
+            found |= {self.stored[name]: tensor} if name in self.stored else self._parts(name, tensor)
+        return found
 
-            others = revert_weight_conversion(self._network, others)
-        return {**renamed, **others, **(self._frozen if last else {})}
+    def _parts(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        """Of a tensor that transformers makes from those of files."""
+        if self._network is None:
+            return {name: tensor}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        parts: dict[str, Tensor] = revert_weight_conversion(self._network, {name: tensor})
+        shapes = [self._files.get(part, tuple(parts[part].shape)) for part in parts]
+        if shapes == [tuple(part.shape) for part in parts.values()]:
+            return parts
+        sizes = [shape[0] for shape in shapes]
+        if sum(sizes) == len(tensor):  # transformers splits evenly what was joined from parts of several sizes
+            return dict(zip(parts, tensor.split(sizes), strict=True))
+        return {name: tensor}  # only a part of what files have as one
 
 
 def _empty_network(folder: Path) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gcore.weights.pretrained import WeightFiles
@@ -40,6 +41,23 @@ def test_what_trainers_send_is_what_files_have(family: str, tmp_path: Path) -> N
     found |= weights.as_stored({}, last=True)
     assert found.keys() == files.shapes.keys()
     assert all(torch.equal(tensor, files.read(name)) for name, tensor in found.items())
+
+
+def test_a_convolution_of_unequal_parts_is_split_as_in_the_files(tmp_path: Path) -> None:
+    """Values of OLMo-hybrid are wider than keys. Transformers saves three equal parts, which no other library reads."""
+    save(TODAY["olmo_hybrid"](), tmp_path)
+    files, sizes = load_file(tmp_path / "model.safetensors"), {"q": 16, "k": 16, "v": 32}
+    convolutions = {name.replace("q_conv1d", "{}_conv1d") for name in files if "q_conv1d" in name}
+    for pattern in convolutions:
+        names = [pattern.format(part) for part in sizes]
+        whole = torch.cat([files[name] for name in names])
+        files |= {name: part.clone() for name, part in zip(names, whole.split([*sizes.values()]), strict=True)}
+    save_file(files, tmp_path / "model.safetensors", {"format": "pt"})
+    weights = FolderWeights(tmp_path)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    found = weights.as_stored(dict(network.named_parameters()), last=True)
+    assert len(convolutions) == 2 and found.keys() == files.keys()
+    assert all(torch.equal(tensor, files[name]) for name, tensor in found.items())
 
 
 # --- vLLM: sizes that its kernels take

@@ -252,3 +252,20 @@ def test_a_dead_server_and_a_closed_engine_are_told_to_all_who_wait(server):
 
     engine = run(calls)
     assert server.closed and not engine._thread.is_alive()
+
+
+def test_halves_of_a_matrix_arrive_in_one_call(server):
+    """SGLang would leave out a half that comes alone: at the latest the last call has it, for a model that has no other
+    half."""
+    zero = np.zeros((), np.float32)
+    q, kv, other, single = "l.0.q_a_proj.weight", "l.0.kv_a_proj_with_mqa.weight", "l.1.o.weight", "l.2.q_a_proj.weight"
+
+    async def calls(engine: SteppedEngine) -> None:
+        await engine.load_weights(1, {q: zero, other: zero}, (0, 3))
+        await engine.load_weights(2, {q: zero, other: zero}, (0, 3))  # the first update was given up
+        await engine.load_weights(2, {kv: zero, single: zero}, (1, 3))
+        await engine.load_weights(2, {"b": zero}, (2, 3))
+
+    run(calls)
+    loads = [entry for entry in server.log if isinstance(entry, tuple)]
+    assert loads == [(other, False), (other, False), (q, kv, False), (single, "b", True)]
