@@ -28,6 +28,9 @@ class Generation(Serving):
     sleep: Literal["auto", 0, 1, 2] = "auto"
     """vLLM: GPU memory that engines free during training. 0: none; 1: all, weights move to host memory; 2: all, weights
     are dropped. `auto`: 2 on GPUs (1 with `model.lora`), 0 on CPU and if generation continues during training."""
+    media: Literal["auto"] | bool = "auto"
+    """vLLM, of a model that takes media: false reads text alone, without the towers, and decodes faster. `auto`: true
+    if rows of the datasets have media."""
     denoising: Denoising | None = None
     """The policy is a diffusion or flow model with this sampler, see docs/diffusion.md. Default: a language model."""
 

@@ -38,7 +38,7 @@ def check_request(
         what, served = KINDS[refused[0]].plural, " and ".join(("text", *(KINDS[kind].plural for kind in accepts)))
         raise UserError(
             f"an engine request has {len(refused)} {what}, expected none: this engine serves {served} only "
-            f"(key: model.path or model.build of a model that takes {what})"
+            f"(keys: generation.media, and model.path or model.build of a model that takes {what})"
         )
     if kinds and scores:
         raise UserError(

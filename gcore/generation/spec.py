@@ -36,6 +36,7 @@ class EngineSpec:
     memory_fraction: float = 0.4  # of the GPU
     sleeps: bool = False  # between rollouts
     restarts: bool = False  # the driver starts it again if its process ends
+    media: bool = True  # requests may have some, if the model takes them
 
     @property
     def lora(self) -> Lora | None:
@@ -78,6 +79,7 @@ class LibraryOptions:
     seed: int = 0
     adapters: Adapters | None = None  # if given, weight updates contain only their factors
     dummy: bool = False  # vLLM: random weights, for a folder without weights
+    media: bool = True  # vLLM: requests may have some, if the model takes them
     dies_with_library: bool = False  # exit if a process of the library dies: the driver restarts both
 
     @classmethod
@@ -105,5 +107,6 @@ class LibraryOptions:
             seeds=serving.seeds if serving.seeds != "auto" else device.type == "cpu",
             seed=spec.seed % 2**31,
             adapters=adapters_in(folder, spec.model),
+            media=spec.media,
             dies_with_library=spec.restarts,
         )

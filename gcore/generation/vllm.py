@@ -81,8 +81,9 @@ class VllmBackend(DecodeBackend):
         config, whole = self.core.model_config, is_cpu()  # on CPU, packing needs all weights at once
         self.can_truncate = all(self.core.collective_rpc(keep_logprobs_untruncated))
         self._vocabulary = config.get_vocab_size()
-        self._accepts_images = bool(getattr(config, "is_multimodal_model", False))
-        self._never = dict.fromkeys(forbidden_tokens(config.hf_config) if self._accepts_images else (), NEVER)
+        has_towers = bool(getattr(config, "is_multimodal_model", False))
+        self._accepts_images = has_towers and options.media
+        self._never = dict.fromkeys(forbidden_tokens(config.hf_config) if has_towers else (), NEVER)
         self._frees = options.sleep and not is_cpu()
         self._weights, device = FolderWeights(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
         shapes, stored = self._weights.shapes, self._weights.stored

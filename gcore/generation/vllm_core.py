@@ -87,15 +87,16 @@ def open_core(folder: Path, options: LibraryOptions) -> Any:
         use_tqdm_on_load=False,
         max_logprobs=1,
         logprobs_mode="processed_logprobs",
+        language_model_only=not options.media,
         **platform,
     )
     with _threads_and_memory() if is_cpu() else own_memory():
         try:
             model = arguments.create_model_config()
-            if model.has_inner_state:
+            if model.has_inner_state or model.is_hybrid:
                 arguments.enable_prefix_caching = False
                 log.warning("%s: no prefix caching, a prompt is computed for each of its samples", model.architecture)
-            if model.is_multimodal_model:  # needed to expand image placeholders
+            if model.is_multimodal_model and options.media:  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False
             elif options.decode_steps > 1 and options.tensor_parallel == 1 and not is_cpu():
                 _prepare_runs(arguments, model, options)

@@ -116,6 +116,7 @@ def _engine_spec(
         memory_fraction=serving.gpu_memory_utilization / (plan.engines_per_gpu if is_policy else 1),
         sleeps=bool(plan.sleep_level) and (is_policy or plan.grid is not None),
         restarts=config.runtime == "ray",
+        media=not is_policy or config.generation.media is not False,
     )
 
 

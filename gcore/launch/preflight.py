@@ -85,6 +85,7 @@ class DatasetCheck:
     prompt: Prompt | None  # the first one that is not too long
     digest: str = ""  # sample_digest
     note: str = ""  # for the user
+    has_media: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,11 @@ def make_ready(config: Config, cluster: Cluster, trains: bool = True) -> ReadyRu
     memory = plan_memory(config, plan) if trains else MemoryPlan(config)
     warnings, datasets, tokenizer = preflight(memory.config, plan, trains)
     warnings += check_nodes(memory.config, plan, trains)
-    return ReadyRun(memory.config, plan, mode_note, memory, warnings, datasets, tokenizer)
+    config = memory.config
+    if config.generation.media == "auto":
+        media = any(data.has_media for data in datasets)
+        config = config.model_copy(update={"generation": config.generation.model_copy(update={"media": media})})
+    return ReadyRun(config, plan, mode_note, memory, warnings, datasets, tokenizer)
 
 
 def preflight(config: Config, plan: Plan, trains: bool = True) -> tuple[list[str], list[DatasetCheck], Any]:
@@ -360,7 +365,8 @@ def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck
             f"{longest} tokens)"
         )
     digest = sample_digest(data.rows)
-    return DatasetCheck(data.key, len(data.rows), len(data.sample), tuple(too_long), longest, first, digest, note)
+    checked = len(data.rows), len(data.sample), tuple(too_long), longest, first, digest, note
+    return DatasetCheck(data.key, *checked, has_media=num_media > 0 or bool(bad))
 
 
 def _text_alone(data: OpenDataset, kind: str) -> str:
