@@ -38,7 +38,7 @@ ALPHABET = "0123456789+=? \n.<>cdenos"  # with the characters of timestamps
 SPECIAL = ("<image>", "<start>", "<end>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 SPECIAL += ("<|video|>", "<audio>", "<start_audio>", "<end_audio>", "<|image|>", "<|image_start|>", "<|image_end|>")
 SPECIAL += ("<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
-QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 ROWS = tuple(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
@@ -64,6 +64,11 @@ QWEN_VISION = {"depth": 2, "num_heads": 2, "spatial_merge_size": 2, "temporal_pa
 GDN = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EXPERTS |= {"shared_expert_intermediate_size": 24}
+N_GRAMS = {"hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1, 3], "ple_embed_dim": 16, "ple_conv_kernel_size": 2}
+N_GRAMS |= {"heads_per_ngram": 2, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 4}
+N_GRAMS |= {"split_ngram_parts": 2}
+INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 24, "indexer_budget": 6}
+INDEXER |= {"indexer_compress_ratio": 3}
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 TILE = {"height": 16, "width": 16}
 
@@ -102,14 +107,17 @@ def _qwen(kind: str) -> Any:
     return config(text_config=text, vision_config=vision, tie_word_embeddings=True, **_ids())
 
 
-def _qwen3_5(kind: str, **experts: int) -> Any:
+CLASSES = {"qwen3_5": "Qwen3_5Config", "qwen3_5_moe": "Qwen3_5MoeConfig", "qwen4_exp": "Qwen4ExpConfig"}
+
+
+def _qwen3_5(kind: str, attention: str = "full_attention", **more: Any) -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}
-    layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention", attention] * 2}
     sizes = {"head_dim": 24, "rope_parameters": {**rope, "mrope_interleaved": True}}
     vision = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48}
-    text = _text(f"{kind}_text", **sizes, **layers, **GDN, **experts)
+    text = _text(f"{kind}_text", **sizes, **layers, **GDN, **more)
     vision["num_position_embeddings"] = 64
-    config = getattr(transformers, {"qwen3_5": "Qwen3_5Config", "qwen3_5_moe": "Qwen3_5MoeConfig"}[kind])
+    config = getattr(transformers, CLASSES[kind])
     return config(text_config=text, vision_config=vision, tie_word_embeddings=True, **_ids())
 
 
@@ -182,6 +190,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_vl": lambda: _qwen("Qwen3VL"),
     "qwen3_5": lambda: _qwen3_5("qwen3_5"),
     "qwen3_5_moe": lambda: _qwen3_5("qwen3_5_moe", **EXPERTS),
+    "qwen4_exp": lambda: _qwen3_5("qwen4_exp", "indexed_attention", **EXPERTS, **N_GRAMS, **INDEXER),
     "gemma3": _gemma3,
     "gemma4": lambda: _gemma4(
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=len(tokenizer()), num_kv_shared_layers=2

@@ -122,6 +122,7 @@ FAMILIES: dict[str, MediaFamily] = {
     "qwen3_vl": replace(QWEN3, build=("vision", "qwen3")),
     "qwen3_5": replace(QWEN3, build=("vision", "qwen3_5_text")),
     "qwen3_5_moe": QWEN3,
+    "qwen4_exp": QWEN3,
     "gemma3": MediaFamily(IMAGES, ("image",), ("image_token_id",), blocks="all"),
     "gemma4": MediaFamily(
         IMAGES, ("image",), ("image_token_id", "video_token_id", "audio_token_id"), blocks="sliding_attention"
@@ -142,7 +143,7 @@ FAMILIES: dict[str, MediaFamily] = {
     ),
 }
 # Have a tower that is not supported: the decoder is used, for prompts of text.
-TEXT_ALONE = {"step3p7", "glm5_next", "qwen4_exp"}
+TEXT_ALONE = {"step3p7", "glm5_next"}
 UNSUPPORTED = {  # families that take media, and why engine and trainer do not run them
     "gemma3n": ", whose tower is a network of the package timm (its text part alone: gemma3n_text)"
 }

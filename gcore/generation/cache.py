@@ -180,6 +180,7 @@ class RowCache(Cache):
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
         self.index_keys: list[Tensor | None] = [None] * num_layers  # of indexers that choose what attention sees
+        self._positions: list[Tensor | None] = [None]  # [rows, 3, length, 1], of models that ask for them
         self.states = [LayerState(self, number) for number in range(num_layers)]
         self.layers: Any = self.states  # transformers finds them here
         self.num_rows = self.length = self.read_length = 0
@@ -207,7 +208,7 @@ class RowCache(Cache):
 
     @property
     def _by_token(self) -> tuple[list[Tensor | None], ...]:
-        return self.keys, self.values, self.index_keys
+        return self.keys, self.values, self.index_keys, self._positions
 
     @property
     def nbytes(self) -> int:
@@ -234,11 +235,14 @@ class RowCache(Cache):
             self._clear_index_keys(rows, 0)
         self._rows, self.write_at, self.start, self.read_length = rows, None, start, width
 
-    def begin_step(self, positions_B: Tensor, read_length: int) -> None:
+    def begin_step(self, positions_B: Tensor, read_length: int, turned_B: Tensor | None = None) -> None:
+        """`turned_B`: their positions for rotary embeddings, if those differ."""
         self._rows, self.read_length = None, read_length
         self._num_active = len(positions_B)
         self.step_rows = torch.arange(len(positions_B), device=positions_B.device)
         self.write_at = positions_B
+        if (kept := self._positions[0]) is not None:
+            kept[self.step_rows, :, positions_B] = (positions_B if turned_B is None else turned_B)[:, None, None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -312,15 +316,16 @@ class RowCache(Cache):
     def position_ids(self) -> Tensor:
         """Of the keys, [3, rows, length], as Qwen4-Exp asks for them: before those of the current forward pass. A key
         is found by its place, the query by the last one."""
-        rows = self._rows if self.write_at is None else self.write_at
-        if rows is None or not self.continues:
+        if (kept := self._positions[0]) is None or not self.continues:
             raise AttributeError
         length = self.start if self.write_at is None else self.read_length
-        return torch.arange(length, device=rows.device).expand(3, len(rows), length)
+        return kept[self.active, :, :length, 0].transpose(0, 1)
 
     @position_ids.setter
     def position_ids(self, value: Tensor) -> None:
         """It adds those of the current pass."""
+        if self.write_at is None:
+            self._write(self._positions, 0, value[:, :, self.start :].transpose(0, 1)[..., None])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.read_length

@@ -255,10 +255,11 @@ class EmbeddedBackend(DecodeBackend):
         at_B111 = positions_B[:, None, None, None]
         seen = torch.arange(read_length, device=self._device) <= at_B111
         masks = self._traits.masks(seen, at_B111, self._model.dtype)
-        self._cache.begin_step(positions_B, read_length)
+        at_B = positions_B
         if self._media is not None:
             self._rows.offset[n:padded] = 0
             positions_B = positions_B + torch.from_numpy(self._rows.offset[:padded].copy()).to(self._device)
+        self._cache.begin_step(at_B, read_length, positions_B)
         experts = None
         if self._fused is not None:
             masks_by_layer = [masks[kind] for kind in self._traits.kinds]

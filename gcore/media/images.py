@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 PROCESSORS = {  # class in transformers; transformers.models.MODULE.image_processing_pil_MODULE, and the class there
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil"),
     "qwen3_vl": ("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil")),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe", "qwen4_exp"), ("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil")
+    ),
     "gemma3": ("Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil"),
     "llama4": ("Llama4Processor", "llama4", "Llama4ImageProcessor"),
     "internvl": ("InternVLProcessor", "got_ocr2", "GotOcr2ImageProcessorPil"),

@@ -35,7 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_video_tokens": 768,
     },
 }
-DEFAULTS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), DEFAULTS["qwen3_vl"])
+DEFAULTS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), DEFAULTS["qwen3_vl"])
 VIDEO_FILE = "video_preprocessor_config.json"
 OF_FRAMES = (  # settings that image and video processors share
     *("size", "min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size", "resample"),

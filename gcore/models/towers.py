@@ -155,6 +155,8 @@ def embed(network: Any, tokens_RW: Tensor, places: Sequence[Tensor], features: S
     more = {}
     if getattr(config, "hidden_size_per_layer_input", 0):  # of Gemma, a second embedding for each layer
         more["per_layer_inputs"] = decoder.get_per_layer_inputs(flat.view(tokens_RW.shape), None)
+    if getattr(config, "ple_layer_ids", None):  # of Qwen4-Exp, embeddings of n-grams
+        more["ple_input_ids"] = tokens_RW
     embeds = network.get_input_embeddings()(flat)
     if not places:
         return {"inputs_embeds": embeds.view(*tokens_RW.shape, -1), **more}

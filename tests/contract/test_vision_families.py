@@ -39,7 +39,7 @@ from tests.vision_families import CONFIGS, computed, made_once, off, picture, pr
 CPU = torch.device("cpu")
 FAMILIES = [name for name in CONFIGS if name not in NEED_TORCHVISION or importlib.util.find_spec("torchvision")]
 # as in test_families.py, where they have a delta rule; else 1e-5
-CLOSE = {"qwen3_5": 5e-5, "qwen3_5_moe": 5e-5, "gemma4": 2e-5, "gemma4-blocks": 2e-5}
+CLOSE = {"qwen3_5": 5e-5, "qwen3_5_moe": 5e-5, "qwen4_exp": 5e-5, "gemma4": 2e-5, "gemma4-blocks": 2e-5}
 FAR = {"qwen3_5_moe": 5e-4}  # its first token is nearly certain
 # images of each prompt, as (height, width)
 RAGGED = [[(16, 16)], [(16, 32), (24, 16)], [], [(32, 32)], [(16, 16), (16, 16), (40, 16)]]
@@ -158,8 +158,9 @@ def test_adapters_are_added_to_the_weights_of_the_network(family, worlds):
     for whole in (False, True):
         base = base_of(folder, shapes, adapters, "cpu", torch.float32, whole, stored)
         assert base is not None and (whole or base.tensors.keys() == _matrices(adapters))
-        # the files of a mixture of experts have them one by one, and so they are sent
-        assert all(".mlp.experts." in name for name in (base.tensors.keys() ^ shapes.keys() if whole else ()))
+        # files have experts one by one, and tables of n-grams in parts, and so they are sent
+        other = base.tensors.keys() ^ shapes.keys() if whole else ()
+        assert all(".mlp.experts." in name or "ngram_embedding" in name for name in other)
         found = {name: tensor for name, tensor in base.tensors.items() if name in parameters}
         assert all(torch.equal(tensor, parameters[name]) for name, tensor in found.items())
         factors = {name: torch.ones(shape) for name, shape in adapters.shapes(shapes).items()}
