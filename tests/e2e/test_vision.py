@@ -65,6 +65,23 @@ def test_any_number_of_controllers(tmp_path, one, controllers):
     assert max(row["rollout/logprob_diff_max"] for row in steps(found)) < 1e-5  # engine against trainer
 
 
+def test_any_number_of_controllers_with_a_delta_rule(tmp_path):
+    heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
+    sizes = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    build = {**SMALL["model"]["build"], "architecture": "qwen3_5_text", "config": {**heads, **sizes}}
+    found = []
+    for controllers in (1, 2):
+        folder = tmp_path / str(controllers)
+        folder.mkdir()
+        found.append([untimed(row) for row in train(folder, f"controllers={controllers}", model={"build": build})])
+    assert found[0] == found[1]  # to the last bit
+    assert max(row["rollout/logprob_diff_max"] for row in steps(found[0])) < 1e-5
+
+
 def brightness(prompts: Any, completions: Any, images: Any, **_: Any) -> list[float]:
     return [float(own[0].read().mean()) / 255 for own in images]
 
