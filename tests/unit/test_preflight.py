@@ -508,7 +508,7 @@ def test_the_screen_says_what_a_start_waits_for():
     ("changes", "said"),
     [
         (["model.build.architecture=qwen33"], "expected a model_type of transformers, such as qwen3"),
-        (["model.build.architecture=mamba"], "a model of type mamba has layers of kind linear_attention"),
+        (["model.build.architecture=rwkv"], "a model of type rwkv keeps a recurrent state"),
         (["model.build.architecture=qwen3_5_text", "model.build.config={heads: 4}"], "qwen3_5_text has no key heads"),
         (
             ["model.build.architecture=qwen3_5_text", "model.build.config={layer_types: [some, other]}"],
