@@ -38,6 +38,7 @@ from gcore.generation.vllm_core import (
     reload_packed,
     shut_core,
     skip_block_accounting,
+    takes_images,
     with_images,
 )
 from gcore.generation.vllm_run import DecodeRuns, NewTokens, generated
@@ -77,13 +78,13 @@ class VllmBackend(DecodeBackend):
         self.core = open_core(self._folder, options)
         core = self.core.engine_core.engine_core
         skip_block_accounting(core.scheduler)
-        self._runs = DecodeRuns.of(core, options.decode_steps)
         config, whole = self.core.model_config, is_cpu()  # on CPU, packing needs all weights at once
         self.can_truncate = all(self.core.collective_rpc(keep_logprobs_untruncated))
         self._vocabulary = config.get_vocab_size()
         has_towers = bool(getattr(config, "is_multimodal_model", False))
-        self._accepts_images = has_towers and options.media
+        self._accepts_images = options.media and has_towers and takes_images(config, self._folder)
         self._never = dict.fromkeys(forbidden_tokens(config.hf_config) if has_towers else (), NEVER)
+        self._runs = DecodeRuns.of(core, options.decode_steps, tuple(self._never))
         self._frees = options.sleep and not is_cpu()
         self._weights, device = FolderWeights(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
         shapes, stored = self._weights.shapes, self._weights.stored

@@ -37,6 +37,7 @@ from gcore.generation.vllm_run import PLANNED_STEPS
 from gcore.types import Request, UserError
 
 log = logging.getLogger(__name__)
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch's: CUDA libraries, NCCL
 
 
@@ -87,23 +88,28 @@ def open_core(folder: Path, options: LibraryOptions) -> Any:
         use_tqdm_on_load=False,
         max_logprobs=1,
         logprobs_mode="processed_logprobs",
-        language_model_only=not options.media,
         **platform,
     )
     with _threads_and_memory() if is_cpu() else own_memory():
         try:
             model = arguments.create_model_config()
-            if model.has_inner_state or model.is_hybrid:
+            if model.is_hybrid or model.has_inner_state:
                 arguments.enable_prefix_caching = False
                 log.warning("%s: no prefix caching, a prompt is computed for each of its samples", model.architecture)
-            if model.is_multimodal_model and options.media:  # needed to expand image placeholders
+            if options.media and takes_images(model, folder):  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False
             elif options.decode_steps > 1 and options.tensor_parallel == 1 and not is_cpu():
                 _prepare_runs(arguments, model, options)
+            arguments.language_model_only = model.is_multimodal_model and arguments.skip_tokenizer_init
             # defaults for offline use: a step prefills up to 16,384 prompt tokens, not 2,048
             return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except (ValueError, OSError) as error:  # an unusable folder, length or memory fraction
             raise UserError(f"vLLM cannot serve {folder}: {' '.join(str(error).split())}") from error
+
+
+def takes_images(model: Any, folder: Path) -> bool:
+    """`model`: vLLM's configuration of it. Without the files of a processor, a model with towers serves text alone."""
+    return bool(model.is_multimodal_model) and any((folder / name).is_file() for name in PROCESSORS)
 
 
 def _prepare_runs(arguments: Any, model: Any, options: LibraryOptions) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -112,9 +112,10 @@ class DecodeRuns:
         self._in_flight: LaunchedRun | None = None
 
     @classmethod
-    def of(cls, core: Any, max_run: int) -> DecodeRuns | None:
+    def of(cls, core: Any, max_run: int, forbidden: Sequence[int] = ()) -> DecodeRuns | None:
         """None if the core is in other processes, has another model runner, or computes steps ahead by itself; or if it
-        keeps states of layers at the ends of blocks, which vLLM copies from block to block before each step."""
+        keeps states of layers at the ends of blocks, which vLLM copies from block to block before each step.
+        `forbidden`: tokens that are never sampled."""
         worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
         runner: Any = getattr(worker, "model_runner", None)
         if max_run < 2 or core.batch_queue is not None or not hasattr(runner, "req_states"):
@@ -132,7 +133,7 @@ class DecodeRuns:
             return None
         from gcore.generation.vllm_sampler import OnePassSampler
 
-        runs._runner.sampler = OnePassSampler(runs._runner.sampler)
+        runs._runner.sampler = OnePassSampler(runs._runner.sampler, forbidden)
         return runs
 
     def step(self, jobs: Mapping[str, Job]) -> list[NewTokens]:
@@ -311,8 +312,8 @@ class RepeatedStep:
         """For the batch of the last step. None: there is no CUDA graph of the whole model for it, or it needs more than
         this file does."""
         graph = runner.cudagraph_manager.dispatch(batch.num_reqs, batch.num_tokens, 1, num_active_loras=0)
-        more = runner.lora_config or runner.model_state.rope_state is not None or runner.use_dcp
-        if graph.cg_mode.name != "FULL" or more or runner.sampler.truncates(batch):
+        more = runner.lora_config or runner.use_dcp or runner.sampler.truncates(batch)
+        if graph.cg_mode.name != "FULL" or more:
             return None
         return cls(runner, batch, graph)
 
@@ -342,6 +343,7 @@ class RepeatedStep:
             batch.cu_num_logits,
             size,
         )
+        runner.model_state.prepare_inputs(batch, states)  # positions with several axes
         slots = runner.block_tables.compute_slot_mappings(
             batch.idx_mapping, batch.query_start_loc, batch.positions, num_tokens_padded=batch.num_tokens_after_padding
         )
@@ -350,7 +352,7 @@ class RepeatedStep:
             batch, self._graph.cg_mode, self._block_tables, slots, runner.attn_groups, runner.kv_cache_config
         )
         hidden = runner.cudagraph_manager.run_fullgraph(self._graph)
-        logits = runner.model.compute_logits(hidden[:size])
+        logits = runner.sampler.allowed(runner.model.compute_logits(hidden[:size]))
         sampling = runner.sampler.sampling_states
         tokens, logprobs = self._sample(
             logits, batch.idx_mapping, sampling.temperature.gpu, sampling.seeds.gpu, batch.positions[:size]

@@ -11,6 +11,7 @@ Imported on GPUs only: it needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -144,8 +145,18 @@ def sample(
 class OnePassSampler:
     """Takes the place of the sampler of vLLM's second model runner; that one still samples with top-k or top-p."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Any, forbidden: Sequence[int] = ()) -> None:
         self._sampler, self._no_ranks = sampler, torch.empty(0)
+        self._forbidden = list(forbidden)
+        self._columns: torch.Tensor | None = None
+
+    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Without the forbidden tokens, in place."""
+        if not self._forbidden:
+            return logits
+        if self._columns is None:
+            self._columns = torch.tensor(self._forbidden, device=logits.device)
+        return logits.index_fill_(1, self._columns, float("-inf"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
@@ -164,6 +175,7 @@ class OnePassSampler:
         if self.truncates(batch) or len(logits) != len(rows):
             return self._sampler(logits, batch)
         positions = batch.positions[batch.logits_indices]
+        logits = self.allowed(logits)
         sampled, logprobs = sample(logits, batch.idx_mapping, states.temperature.gpu, states.seeds.gpu, positions)
         if len(self._no_ranks) < len(rows):
             self._no_ranks = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)

@@ -153,7 +153,7 @@ def _line(error: Exception) -> str:
         r"^(got )?a model of type \S+ ?",
         r"^\S+=\S+: ",
     )
-    for noise in (*noises, r" for a model of type \S+$"):
+    for noise in (*noises, r"^got a model of type \S+: ", r" for a model of type \S+$"):
         text = re.sub(noise, "", text)
     return text[:110] if isinstance(error, UserError) else f"{type(error).__name__}: {text[:90]}"
 

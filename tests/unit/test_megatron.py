@@ -152,8 +152,12 @@ def test_degrees_that_do_not_divide_the_model(model: str, topology: Topology, me
 
 
 def test_other_families_are_refused():
-    with pytest.raises(UserError, match=r"got a model of type gemma2; expected one of qwen2, qwen3, llama, qwen3_moe"):
+    with pytest.raises(
+        UserError, match=r"type gemma2: mbridge .* no mapping .*; expected one of qwen2, qwen3, llama, qw"
+    ):
         check_family("gemma2")
+    with pytest.raises(UserError, match=r"type qwen3_5_moe: mbridge .* no delta rule over packed samples; expected"):
+        check_family("qwen3_5_moe")
 
 
 def test_the_ranks_of_a_topology(config):

@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from gcore.content.tokens import Tokens
 from gcore.generation import vllm_run
 from gcore.generation.engine_shell import Job
+from gcore.generation.vllm_core import takes_images
 from gcore.generation.vllm_run import PLANNED_STEPS, DecodeRuns, RunLengths
 from gcore.types import Request, SamplingParams
 
 STOP, BLOCK = 7, 16
+REPEATED = vllm_run.RepeatedStep.of  # the fixture below replaces it
 
 
 def token(name: str, position: int) -> int:
@@ -365,3 +368,65 @@ def job_with(tokens: int, limit: int = 10_000) -> Job:
 def test_lengths(have, left, positions, step_s, lengths):
     jobs = [job_with(count, count + left) for count in have]
     assert RunLengths.of(jobs, 8, positions, step_s) == lengths
+
+
+def test_a_repeated_step_sets_all_positions_before_the_graph_and_forbids_tokens_after_it(monkeypatch):
+    calls = list[str]()
+
+    def note(name: str, result: Any = None) -> Any:
+        return lambda *args, **options: calls.append(name) or result
+
+    logits, forbidden = torch.zeros(2, 5), torch.tensor([[0.0, 0, -1, 0, 0]])
+    batch = SimpleNamespace(num_reqs=2, num_reqs_after_padding=2, num_tokens=2, num_tokens_after_padding=2)
+    names = ("idx_mapping", "query_start_loc", "seq_lens", "cu_num_logits", "seq_lens_cpu_upper_bound", "positions")
+    vars(batch).update({name: torch.zeros(2) for name in names})
+    graph = SimpleNamespace(cg_mode=SimpleNamespace(name="FULL"))
+    value = SimpleNamespace(gpu=None)
+    runner = SimpleNamespace(
+        device="cpu",
+        lora_config=None,
+        use_dcp=False,
+        attn_groups=None,
+        kv_cache_config=None,
+        cudagraph_manager=SimpleNamespace(
+            dispatch=lambda *_, **__: graph, run_fullgraph=note("graph", torch.zeros(2, 3))
+        ),
+        block_tables=SimpleNamespace(get_dummy_block_tables=note("tables"), compute_slot_mappings=note("slots")),
+        req_states=SimpleNamespace(
+            num_computed_tokens=value, last_sampled_tokens=None, prefill_len=value, draft_tokens=None
+        ),
+        input_buffers=SimpleNamespace(positions=None, seq_lens=None, input_ids=None),
+        model_state=SimpleNamespace(prepare_inputs=note("axes"), prepare_attn=note("attention"), rope_state=object()),
+        model=SimpleNamespace(compute_logits=note("logits", logits)),
+        sampler=SimpleNamespace(
+            truncates=lambda batch: False,
+            allowed=lambda given: given + forbidden,
+            sampling_states=SimpleNamespace(temperature=value, seeds=value),
+        ),
+        postprocess_sampled=note("postprocess"),
+    )
+    sampled: list[Any] = []
+    kernels = ModuleType("vllm.v1.worker.gpu.input_batch")
+    vars(kernels).update(prepare_pos_seq_lens=note("positions"), combine_sampled_and_draft_tokens=note("tokens"))
+    own = ModuleType("gcore.generation.vllm_sampler")
+    vars(own)["sample"] = lambda given, *rest: (
+        sampled.append(given) or (torch.zeros(2, dtype=torch.long), torch.zeros(2))
+    )
+    for module in (kernels, own):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("vllm.v1.worker", "vllm.v1.worker.gpu"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    step = REPEATED(runner, batch)
+    assert step is not None
+    step._step()
+    expected = ["tables", "positions", "tokens", "axes", "slots", "attention", "graph", "logits", "postprocess"]
+    assert calls == expected and torch.equal(sampled[0], forbidden.expand(2, 5))
+    runner.sampler.truncates = lambda batch: True
+    assert REPEATED(runner, batch) is None
+
+
+def test_a_model_with_towers_and_no_processor_is_one_of_text(tmp_path):
+    model = SimpleNamespace(is_multimodal_model=True)
+    assert not takes_images(model, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert takes_images(model, tmp_path) and not takes_images(SimpleNamespace(is_multimodal_model=False), tmp_path)
