@@ -166,7 +166,7 @@ def load_model(
     `max_length`: of the sequences, if known. Some models compute longer ones differently.
     """
     network = load_whole(model, tokenizer, seed, max_length=max_length)
-    without_dropout(network)
+    unify_passes(network)
     _place(network, dtype, device)
     check_network(network.eval())
     return network
@@ -198,7 +198,7 @@ def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scor
             network = kind.from_config(config, **_options(model, config))
     if scorer and network.config.model_type in FAMILIES:
         _exchange_head(network)
-    without_dropout(network)
+    unify_passes(network)
     _make_buffers(network)
     if scorer:
         return network
@@ -251,7 +251,7 @@ def _small_network(model: Model, config: Any) -> PreTrainedModel:
         for parameter in network.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-    without_dropout(network)
+    unify_passes(network)
     return network.eval()
 
 
@@ -292,7 +292,7 @@ def load_scorer(
             "so texts cannot be batched (set pad_token_id in config.json)"
         )
     network.config.use_cache = False  # nothing is generated
-    without_dropout(network)
+    unify_passes(network)
     _place(network, dtype, device)
     return network.eval()
 
@@ -425,9 +425,13 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     return scorer
 
 
-def without_dropout(network: PreTrainedModel) -> None:
-    """Logprobs before and during an update must come from the same policy; dropout would add noise to both."""
+def unify_passes(network: PreTrainedModel) -> None:
+    """Logprobs before and during an update must come from the same policy, and from that of the engine: without
+    dropout, which adds noise, and with one limit of the time steps of Mamba (transformers has another one for whole
+    sequences of Nemotron-H; vLLM has that of the configuration)."""
     for module in network.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = network.config.get_text_config().time_step_limit
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():

@@ -236,6 +236,20 @@ TODAY: dict[str, Callable[[], Any]] = {
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=8,
     ),
+    "gemma4-moe": family(
+        "Gemma4TextConfig",
+        head_dim=8,
+        global_head_dim=8,
+        layer_types=MIXED,
+        sliding_window=WINDOW,
+        num_kv_shared_layers=0,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+    ),
     "llama4": family(
         "Llama4TextConfig",
         head_dim=8,
@@ -293,7 +307,9 @@ TODAY: dict[str, Callable[[], Any]] = {
         **SHARED,
     ),
     "lfm2": family("Lfm2Config", **CONV),
-    "lfm2_moe": family("Lfm2MoeConfig", num_experts=4, moe_intermediate_size=24, num_dense_layers=1, **CONV),
+    "lfm2_moe": family(
+        "Lfm2MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1, **CONV
+    ),
 }
 TODAY |= {
     "afmoe": family(
