@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import copy
+import difflib
 import importlib
+import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -324,13 +326,27 @@ def _config(model: Model, max_length: int | None) -> Any:
         return config
     except UserError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of the library's own checks
         raise _unloadable(model, error) from error
 
 
 def _read_config(model: Model, folder: Path) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
+    file = folder / "config.json"
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    kind = found.get("model_type")
+    if "auto_map" in found and kind not in CONFIG_MAPPING and not model.trust_remote_code:
+        raise UserError(
+            f"model.path={model.path}: has code of its own for type {kind}; expected trust_remote_code=true"
+        )
+    if "auto_map" not in found and kind is not None and kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), 1)
+        hint = f" such as {near[0]}," if near else ""
+        raise UserError(
+            f"model.path={model.path}: is of type {kind}, which transformers {__version__} does not know; "
+            f"expected one that it knows,{hint} or a newer transformers"
+        )
     return AutoConfig.from_pretrained(str(folder), trust_remote_code=model.trust_remote_code, local_files_only=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import sys
 import types
 from collections.abc import Callable
@@ -755,6 +756,32 @@ def refused(config: Any, folder: Path, **options: Any) -> str:
 )
 def test_what_is_not_compared_is_refused_before_weights_are_read(config, why, tmp_path):
     assert why in refused(config(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model_type": "llama9"}, "is of type llama9, which transformers .* does not know; .* such as llama"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "type own; expected trust_remote_code=true"),
+        (
+            {"quantization_config": {"quant_method": "int3x"}},
+            r"quantised weights \(int3x; expected fp8, mxfp4 or none\)",
+        ),
+        ({"quantization_config": {"bits": 3}}, r"has quantised weights \(None; expected fp8, mxfp4 or none\)"),
+        ({"model_type": "olmo2", "sliding_window": 7}, r"of kind sliding_attention \(sliding_window=7\)"),
+        ({"model_type": "gpt_neox", "sliding_window": 7}, r"of kind sliding_attention \(sliding_window=7\)"),
+        ({"attention_chunk_size": 7}, "has layers of kind chunked_attention"),
+        ({"layer_types": ["rotating"] * LAYERS}, "cannot load a causal language model: .*layer_types"),
+        ({"layer_types": ["full_attention"]}, "cannot load a causal language model: .*layer_types"),
+    ],
+)
+def test_a_config_that_nobody_knows_is_refused_in_one_line(changes, why, tmp_path):
+    """There are no weights in the folder."""
+    found = {**FAMILIES["llama"]().to_dict(), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match=why) as error:
+        load_model(Model(path=str(tmp_path)), None, 0, torch.float32, CPU)
+    assert "\n" not in str(error.value)
 
 
 def test_layer_types_that_the_model_ignores_change_nothing(folders, tmp_path):
