@@ -88,7 +88,7 @@ def row_of(name: str) -> list[str]:
 
     from gcore.config.megatron import check_family
     from gcore.models.decoders import check_network, implementation, traits_of
-    from gcore.models.networks import adapters_of, auto_class, without_dropout
+    from gcore.models.networks import adapters_of, auto_class, unify_passes
     from gcore.training.context import choose_method
     from gcore.training.tensor_parallel import check as check_tensor
 
@@ -101,7 +101,7 @@ def row_of(name: str) -> list[str]:
         for parameter in network.parameters():
             if parameter.dim() > 1:  # large enough that the output depends on what attention sees
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        without_dropout(network)
+        unify_passes(network)
         check_network(network)
     except Exception as error:  # of any library code; a family that cannot be made small is not supported either
         return ["", f"no: {_line(error)}", "no", "", "", "", "", "", *libraries]

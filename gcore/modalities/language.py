@@ -56,6 +56,9 @@ class Language:
             check_shape(topology, model_shape(config.model, "model"))
         check_media_keys(config, media_family(config.model))
         if trains and training.backend == "fsdp" and topology.tensor > 1:
+            if config.model.lora is not None:
+                key = f"placement.trainer.tensor_parallel={topology.tensor}"
+                raise UserError(f"{key}: the matrices of adapters are not split; expected 1, or no model.lora")
             try:
                 shape = model_shape(config.model, "model")
             except UserError:  # a kind of model that the planner does not know: trainer ranks check it

@@ -7,10 +7,16 @@ from pathlib import Path
 
 from gcore.config.engines import engines_with
 from gcore.config.tree import Config
+from gcore.content.families import TEXT_ALONE
 from gcore.hub import model_folder
 from gcore.types import UserError
 
-REPLAYABLE = ("qwen2_moe", "qwen3_moe", "mixtral", "granitemoe", "gpt_oss")  # families with a test: models/decoders.py
+REPLAYABLE = (  # families with a test: tests/unit/test_router_replay.py
+    *("qwen2_moe", "qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text"),
+    *("nemotron_h", "granitemoehybrid", "jamba", "lfm2_moe", "llama4_text", "gemma4_text", "kimi_linear", "minimax"),
+    *("deepseek_v32", "glm_moe_dsa", "deepseek_v4", "hy_v4", "axk2", "afmoe", "cohere2_moe", "exaone_moe"),
+    *("granitemoe_swa", "mimo_v2_flash", "step3p5", "glm5_next_text"),
+)
 
 
 def replays_experts(config: Config) -> bool:
@@ -43,13 +49,14 @@ def _obstacle(config: Config) -> str:
     if config.training.backend != "fsdp":
         return f"training.backend={config.training.backend} does not replay experts, only fsdp does"
     if (found := model_type(config)) not in REPLAYABLE:
-        return f"the model is of type {found}, which is not one of {', '.join(REPLAYABLE)}"
+        return f"the model is of type {found}; docs/engines.md lists those whose experts can be replayed"
     return ""
 
 
 def model_type(config: Config) -> str:
-    """As in config.json; of a vision-language model, that of its decoder."""
+    """As in config.json; of a model whose tower is not used, and of one that is built, that of its decoder."""
     if config.model.build is not None:
         return config.model.build.architecture
     found = json.loads((Path(model_folder(config.model)) / "config.json").read_text())
-    return str(found.get("model_type"))
+    kind = str(found.get("model_type"))
+    return str(found["text_config"]["model_type"]) if kind in TEXT_ALONE else kind

@@ -8,12 +8,15 @@ tests/contract/test_families.py compares every family named here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from gcore.content.families import FAMILIES, TEXT_ALONE, Blocks
 from gcore.types import UserError
@@ -66,8 +69,7 @@ STATEFUL = {  # with recurrent layers
 }
 RENAMED = {"glm5_next_text": {"indexed_attention": "pooled_attention"}}  # kinds that are others in this family
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | INDEXED | IN_CHUNKS | {"llama"}
-# Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
-AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
+ROUTER = re.compile("(?<!Hash)Router$|JambaSparseMoeBlock$")  # classes
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention, in families that no test covers
 TOWER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
 DEQUANTISED = ("fp8", "mxfp4")  # files in these formats are read as if they were in bfloat16
@@ -268,18 +270,19 @@ def _unsupported(config: Any, what: str) -> UserError:
 class ExpertRouters:
     """The routers of a mixture of experts. They can tell which experts they choose, and use a choice that is given.
 
-    A hook at each router sees its outputs: the logits, the weights of the chosen experts, and their numbers. With a
-    given choice, the weights are computed again from the router's own logits, so that it learns.
+    A router chooses with `topk` among the scores of all experts. With a given choice, that function returns the given
+    experts with their scores, so that the router computes their weights as its own and learns.
     """
 
     def __init__(self, network: Any) -> None:
         config = network.config.get_text_config()
-        self.family, self.num_experts = config.model_type, 0
+        self.num_experts = 0
         self.given: Tensor | None = None  # [tokens, routers, k]; -1: the router chooses itself
         self._seen: list[Tensor] | None = None
         for number, router in enumerate(find_expert_routers(network)):
-            self.num_experts = max(self.num_experts, int(router.num_experts))
-            router.register_forward_hook(self._hook(number))
+            num_experts = int(getattr(router, "num_experts", None) or config.num_experts)
+            self.num_experts = max(self.num_experts, num_experts)
+            router.forward = partial(self._steered, router.forward, number, num_experts)
 
     def watch(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The result, and the experts of each token: [tokens, routers, k]."""
@@ -290,35 +293,36 @@ class ExpertRouters:
         finally:
             self._seen = None
 
-    def _hook(self, number: int) -> Callable[..., Any]:
-        def steer(router: Any, _: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
-            first, weights, last = outputs  # logits, weights, numbers; or the other way round
-            logits, own = (last, first) if last.is_floating_point() else (first, last)
-            if self._seen is not None:
-                self._seen.append(own)
-            if self.given is None:
-                return None
-            given = self.given[:, number].to(own.dtype)
-            chosen = torch.where(given < 0, own, given)
-            weights = self._weights(router, logits, chosen).to(weights.dtype)
-            return (chosen, weights, logits) if logits is last else (logits, weights, chosen)
+    def _steered(self, forward: Callable[..., Any], number: int, num_experts: int, *args: Any, **kwargs: Any) -> Any:
+        if self.given is None and self._seen is None:
+            return forward(*args, **kwargs)
+        with _Choice(num_experts, None if self.given is None else self.given[:, number], self._seen):
+            return forward(*args, **kwargs)
 
-        return steer
 
-    def _weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-        if self.family in AMONG_CHOSEN:
-            return logits.gather(-1, chosen).float().softmax(-1)
-        weights = logits.float().softmax(-1).gather(-1, chosen)
-        if getattr(router, "norm_topk_prob", True):
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights
+class _Choice(TorchFunctionMode):
+    """Of one router. `given`: [tokens, k]. Its choice is added to `seen`."""
+
+    def __init__(self, num_experts: int, given: Tensor | None, seen: list[Tensor] | None) -> None:
+        super().__init__()
+        self._num_experts, self._given, self._seen = num_experts, given, seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or args[0].shape[1:] != (self._num_experts,):
+            return output  # not of all experts: of groups of experts, for example
+        if self._seen is not None:
+            self._seen.append(output[1])
+        if self._given is None:
+            return output
+        given = self._given.to(output[1].dtype)
+        chosen = torch.where(given < 0, output[1], given)
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
 def find_expert_routers(network: Any) -> list[Any]:
-    """In the order of the layers; none if the network is not a mixture of experts, or of a family without a test."""
-    if network.config.get_text_config().model_type not in AMONG_ALL | AMONG_CHOSEN:
-        return []
-    return [module for module in network.modules() if type(module).__name__.endswith("TopKRouter")]
+    """In the order of the layers: the modules that choose experts by their scores. Not those with a fixed choice."""
+    return [module for module in network.modules() if ROUTER.search(type(module).__name__)]
 
 
 def expert_routers_of(network: Any) -> ExpertRouters | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import copy
+import difflib
 import importlib
+import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -166,7 +168,7 @@ def load_model(
     `max_length`: of the sequences, if known. Some models compute longer ones differently.
     """
     network = load_whole(model, tokenizer, seed, max_length=max_length)
-    without_dropout(network)
+    unify_passes(network)
     _place(network, dtype, device)
     check_network(network.eval())
     return network
@@ -198,7 +200,7 @@ def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scor
             network = kind.from_config(config, **_options(model, config))
     if scorer and network.config.model_type in FAMILIES:
         _exchange_head(network)
-    without_dropout(network)
+    unify_passes(network)
     _make_buffers(network)
     if scorer:
         return network
@@ -251,7 +253,7 @@ def _small_network(model: Model, config: Any) -> PreTrainedModel:
         for parameter in network.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-    without_dropout(network)
+    unify_passes(network)
     return network.eval()
 
 
@@ -292,7 +294,7 @@ def load_scorer(
             "so texts cannot be batched (set pad_token_id in config.json)"
         )
     network.config.use_cache = False  # nothing is generated
-    without_dropout(network)
+    unify_passes(network)
     _place(network, dtype, device)
     return network.eval()
 
@@ -324,13 +326,27 @@ def _config(model: Model, max_length: int | None) -> Any:
         return config
     except UserError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of the library's own checks
         raise _unloadable(model, error) from error
 
 
 def _read_config(model: Model, folder: Path) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
+    file = folder / "config.json"
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    kind = found.get("model_type")
+    if "auto_map" in found and kind not in CONFIG_MAPPING and not model.trust_remote_code:
+        raise UserError(
+            f"model.path={model.path}: has code of its own for type {kind}; expected trust_remote_code=true"
+        )
+    if "auto_map" not in found and kind is not None and kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), 1)
+        hint = f" such as {near[0]}," if near else ""
+        raise UserError(
+            f"model.path={model.path}: is of type {kind}, which transformers {__version__} does not know; "
+            f"expected one that it knows,{hint} or a newer transformers"
+        )
     return AutoConfig.from_pretrained(str(folder), trust_remote_code=model.trust_remote_code, local_files_only=True)
 
 
@@ -425,9 +441,13 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     return scorer
 
 
-def without_dropout(network: PreTrainedModel) -> None:
-    """Logprobs before and during an update must come from the same policy; dropout would add noise to both."""
+def unify_passes(network: PreTrainedModel) -> None:
+    """Logprobs before and during an update must come from the same policy, and from that of the engine: without
+    dropout, which adds noise, and with one limit of the time steps of Mamba (transformers has another one for whole
+    sequences of Nemotron-H; vLLM has that of the configuration)."""
     for module in network.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = network.config.get_text_config().time_step_limit
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():

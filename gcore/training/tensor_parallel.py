@@ -9,9 +9,12 @@ layer are not split: every rank of the group computes them, with the same result
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from gcore.models.decoders import decoder_of
@@ -19,7 +22,13 @@ from gcore.types import UserError
 
 KEY = "placement.trainer.tensor_parallel"
 SUMMED = "replicated_with_grad_allreduce"
-STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # the matrix alone is split, what is between two of them is computed by every rank:
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+}
 
 
 def check(config: Any, size: int) -> None:
@@ -29,6 +38,8 @@ def check(config: Any, size: int) -> None:
         raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {model}; expected 1")
     if unknown := sorted(set(plan.values()) - {*STYLES, SUMMED}):
         raise UserError(f"{KEY}={size}: {model} needs {', '.join(unknown)}, which is not supported; expected 1")
+    if getattr(config, "hidden_size_per_layer_input", None):
+        raise UserError(f"{KEY}={size}: {model} has embeddings per layer, which are not compared; expected 1")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % size:
             raise UserError(f"{KEY}={size} must divide {name}={getattr(config, name)} of {model}")
@@ -45,6 +56,9 @@ def split(network: Any, mesh: DeviceMesh) -> tuple[str, ...]:
         if style == SUMMED:
             summed += [f"{body}.{name}.{parameter}" for parameter, _ in module.named_parameters()]
         elif style is not None:
+            edge = "in_features" if style.startswith("rowwise") else "out_features"
+            if getattr(module, edge) % mesh.size():
+                raise UserError(f"{KEY}={mesh.size()} must divide the {getattr(module, edge)} {edge} of {body}.{name}")
             parallelize_module(module, mesh, STYLES[style]())
     return tuple(summed)
 

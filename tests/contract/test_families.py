@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import sys
 import types
 from collections.abc import Callable
@@ -235,6 +236,20 @@ TODAY: dict[str, Callable[[], Any]] = {
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=8,
     ),
+    "gemma4-moe": family(
+        "Gemma4TextConfig",
+        head_dim=8,
+        global_head_dim=8,
+        layer_types=MIXED,
+        sliding_window=WINDOW,
+        num_kv_shared_layers=0,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+    ),
     "llama4": family(
         "Llama4TextConfig",
         head_dim=8,
@@ -292,7 +307,9 @@ TODAY: dict[str, Callable[[], Any]] = {
         **SHARED,
     ),
     "lfm2": family("Lfm2Config", **CONV),
-    "lfm2_moe": family("Lfm2MoeConfig", num_experts=4, moe_intermediate_size=24, num_dense_layers=1, **CONV),
+    "lfm2_moe": family(
+        "Lfm2MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1, **CONV
+    ),
 }
 TODAY |= {
     "afmoe": family(
@@ -738,6 +755,32 @@ def refused(config: Any, folder: Path, **options: Any) -> str:
 )
 def test_what_is_not_compared_is_refused_before_weights_are_read(config, why, tmp_path):
     assert why in refused(config(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model_type": "llama9"}, "is of type llama9, which transformers .* does not know; .* such as llama"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "type own; expected trust_remote_code=true"),
+        (
+            {"quantization_config": {"quant_method": "int3x"}},
+            r"quantised weights \(int3x; expected fp8, mxfp4 or none\)",
+        ),
+        ({"quantization_config": {"bits": 3}}, r"has quantised weights \(None; expected fp8, mxfp4 or none\)"),
+        ({"model_type": "olmo2", "sliding_window": 7}, r"of kind sliding_attention \(sliding_window=7\)"),
+        ({"model_type": "gpt_neox", "sliding_window": 7}, r"of kind sliding_attention \(sliding_window=7\)"),
+        ({"attention_chunk_size": 7}, "has layers of kind chunked_attention"),
+        ({"layer_types": ["rotating"] * LAYERS}, "cannot load a causal language model: .*layer_types"),
+        ({"layer_types": ["full_attention"]}, "cannot load a causal language model: .*layer_types"),
+    ],
+)
+def test_a_config_that_nobody_knows_is_refused_in_one_line(changes, why, tmp_path):
+    """There are no weights in the folder."""
+    found = {**FAMILIES["llama"]().to_dict(), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match=why) as error:
+        load_model(Model(path=str(tmp_path)), None, 0, torch.float32, CPU)
+    assert "\n" not in str(error.value)
 
 
 def test_layer_types_that_the_model_ignores_change_nothing(folders, tmp_path):

@@ -1,5 +1,6 @@
 """Models with recurrent layers: two ranks that share the weights, or have copies, train as one rank does; with
-activation checkpointing, with adapters on all projections, and with a KL reference."""
+activation checkpointing, with adapters on all projections, and with a KL reference. So do two ranks that split the
+matrices, by all styles of the plans of transformers that are supported."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Gemma3nTextConfig
 
 from gcore.config.tree import Config
+from gcore.modalities.language import Language
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
-from gcore.types import Topology
+from gcore.training import tensor_parallel
+from gcore.types import Topology, UserError
 from tests.contract.test_trainer import World, metrics_of, read, train
 from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import config_of, network_of
@@ -35,10 +39,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "layers": 3,
         "config": {**MAMBA, "layer_types": ["linear_attention", "mlp", "full_attention"]},
     },
+    "olmo2": {"architecture": "olmo2", "layers": 2, "config": {}},
+    "glm4": {"architecture": "glm4", "layers": 2, "config": {}},
 }
 CASES = [("qwen3_5", {}), ("qwen3_5", {"lora": {"rank": 4}}), ("nemotron_h", {}), ("nemotron_h", {"lora": {"rank": 4}})]
+CASES += [("olmo2", {}), ("glm4", {})]
 NAMES = [f"{name}{'-lora' if more else ''}" for name, more in CASES]
 WORLDS = [World("fsdp", Topology(2), shard) for shard in (1, 2)]
+SPLIT = World("fsdp", Topology(2, tensor=2))
+SPLITTABLE = [number for number, (name, more) in enumerate(CASES) if name != "nemotron_h" and not more]
+RUNS = [(world, number) for world in WORLDS for number in range(4)] + [(SPLIT, number) for number in SPLITTABLE]
 
 
 def config_for(number: int) -> Config:
@@ -50,7 +60,7 @@ def config_for(number: int) -> Config:
 
 
 def train_all(rank: int, folder: Path, world: World) -> None:
-    for number in range(len(CASES)):
+    for number in [number for at, number in RUNS if at == world] or range(len(CASES)):
         result = train(config_for(number), rank, world)
         (folder / f"{world.name}-{number}-{rank}.json").write_text(json.dumps(result))
 
@@ -59,7 +69,7 @@ def member(rank: int, address: str, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     join(Rendezvous(rank, 2, address), "gloo", timeout_s=120)
-    for world in WORLDS:
+    for world in (*WORLDS, SPLIT):
         train_all(rank, Path(folder), world)
 
 
@@ -77,8 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-@pytest.mark.parametrize("world", WORLDS, ids=[world.name for world in WORLDS])
+@pytest.mark.parametrize(("world", "number"), RUNS, ids=[f"{world.name}-{NAMES[number]}" for world, number in RUNS])
 def test_two_ranks_train_as_one(trained: Path, world: World, number: int):
     (alone,), ranks = read(trained, World("fsdp", Topology(1)), number), read(trained, world, number)
     for step in range(2):
@@ -91,5 +100,15 @@ def test_two_ranks_train_as_one(trained: Path, world: World, number: int):
         assert np.allclose(ranks[0]["weights"][name], value, atol=5e-4, rtol=0), name
         changed += name not in start or not np.allclose(start[name], value, atol=1e-3, rtol=0)
     assert changed > 8
-    wanted = "linear_attn" if CASES[number][0] == "qwen3_5" else "mixer.in_proj"
+    wanted = {"qwen3_5": "linear_attn", "nemotron_h": "mixer.in_proj"}.get(CASES[number][0], "self_attn")
     assert any(wanted in name for name in alone["weights"])
+
+
+def test_embeddings_per_layer_are_not_split():
+    with pytest.raises(UserError, match="tensor_parallel=2: a model of type gemma3n_text has embeddings per layer"):
+        tensor_parallel.check(Gemma3nTextConfig(), 2)
+
+
+def test_adapters_are_not_split():
+    with pytest.raises(UserError, match=r"tensor_parallel=2: the matrices of adapters .* expected 1, or no model.lora"):
+        Language(config_for(1)).check(Topology(2, tensor=2), True)

@@ -234,6 +234,6 @@ def test_a_model_that_cannot_be_split_is_refused():
     config.base_model_tp_plan = None
     with pytest.raises(UserError, match=r"no tensor-parallel plan for a model of type qwen3; expected 1"):
         tensor_parallel.check(config, 2)
-    config.base_model_tp_plan = {"layers.*.self_attn.qkv_proj": "colwise_gather_output"}
-    with pytest.raises(UserError, match=r"needs colwise_gather_output, which is not supported"):
+    config.base_model_tp_plan = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
+    with pytest.raises(UserError, match=r"needs packed_colwise, which is not supported"):
         tensor_parallel.check(config, 2)

@@ -16,31 +16,36 @@ from gcore.generation import embedded
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
-from gcore.modalities.router_replay import replay_warning, replays_experts
-from gcore.models.decoders import ExpertRouters, find_expert_routers
+from gcore.modalities.router_replay import REPLAYABLE, replay_warning, replays_experts
+from gcore.models.decoders import ExpertRouters, find_expert_routers, implementation
+from gcore.models.networks import auto_class, unify_passes
 from gcore.training.critic import ValueModel
 from gcore.training.logprob_model import LogprobModel, own_experts, to_tensors
 from gcore.types import Completion, MicroBatch, Prompt, Request, Rollout, Sample, SamplingParams, Scored, UserError
-from tests.contract.test_families import FAMILIES
+from tests.contract.test_families import FAMILIES, close
 from tests.unit.test_training import config_of
 
 CPU = torch.device("cpu")
-MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "granitemoe", "gpt_oss")
+MIXTURES = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen4_exp"),
+    *("nemotron_h", "granitemoehybrid", "jamba", "lfm2_moe", "llama4", "gemma4-moe", "kimi_linear", "minimax"),
+    *("deepseek_v32", "glm_moe_dsa", "deepseek_v4", "hy_v4", "axk2", "afmoe", "cohere2_moe", "exaone_moe"),
+    *("granitemoe_swa", "mimo_v2_flash", "step3p7", "glm5_next"),
+)
 LENGTHS = [(9, 7), (3, 12), (12, 4), (1, 5)]  # prompt, response
-LAYERS, EXPERTS, ACTIVE = 4, 4, 2
+LAYERS, ACTIVE = 4, 2
 
 
 def network_of(name: str = "qwen3_moe", seed: int = 0) -> Any:
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(seed)
     config = FAMILIES[name]()
-    config.attention_dropout, config.router_jitter_noise = 0.0, 0.0
-    how = {"attn_implementation": "eager"} if name == "gpt_oss" else {}
-    network = AutoModelForCausalLM.from_config(config, **how).eval()
+    network = auto_class(config).from_config(config, attn_implementation=implementation(config)).eval()
+    unify_passes(network)
     with torch.no_grad():
         for key, parameter in network.named_parameters():
-            if parameter.dim() > 1:
+            if "linear_attn" in key and parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5 * 0.4)  # as in tests/contract/test_families.py
+            elif parameter.dim() > 1:
                 parameter.normal_(std=0.4 if "embed" in key or "head" in key else parameter.shape[-1] ** -0.5 * 1.2)
     return network
 
@@ -85,6 +90,21 @@ def of_engine(samples: list[Sample]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([s.rollout_logprobs_S for s in samples]))
 
 
+def gate_of(router: Any) -> Any:
+    """Its matrix: of the module itself, or of a part."""
+    return next(
+        g
+        for name in ("weight", "router.weight", "proj.weight", "gate.weight")
+        if (g := attribute(router, name)) is not None
+    )
+
+
+def attribute(module: Any, name: str) -> Any:
+    first, _, rest = name.partition(".")
+    found = getattr(module, first, None)
+    return attribute(found, rest) if rest and found is not None else found
+
+
 def moved_routers(network: Any, by: float = 3.0) -> None:
     """The routers choose other experts now."""
     generator = torch.Generator().manual_seed(1)
@@ -100,9 +120,11 @@ def moved_routers(network: Any, by: float = 3.0) -> None:
 def test_the_engine_records_what_its_routers_choose(name):
     """Compared with the plain forward pass of transformers, token by token."""
     network = network_of(name)
+    number = len(find_expert_routers(network))
+    assert number >= 1 and network.config.get_text_config().model_type in REPLAYABLE
     for sample in samples_of(network):
         experts = sample.content.experts
-        assert experts.shape == (sample.content.size - 1, LAYERS, ACTIVE) and experts.dtype == np.uint8
+        assert experts.shape == (sample.content.size - 1, number, ACTIVE) and experts.dtype == np.uint8
         tokens = torch.from_numpy(sample.content.tokens_T.astype(np.int64))[None]
         _, plain = ExpertRouters(network).watch(lambda tokens=tokens: network(tokens, use_cache=False).logits)
         assert np.array_equal(np.sort(experts), np.sort(plain[:-1].numpy()))
@@ -153,7 +175,7 @@ def test_with_the_same_weights_logprobs_are_those_of_the_engine(name, rows):
     network = network_of(name)
     samples = samples_of(network)
     found = logprobs(LogprobModel(network), samples, rows == "packed")
-    assert torch.allclose(found, of_engine(samples), atol=1e-5)
+    assert torch.allclose(found, of_engine(samples), atol=close(name) / 2)
 
 
 @pytest.mark.parametrize("rows", ["packed", "alone"])
@@ -164,15 +186,16 @@ def test_a_near_tie(name, rows):
     network, least = network_of(name), torch.tensor([1e-6, 2e-6, 3e-6])
     with torch.no_grad():
         for router in find_expert_routers(network):
-            router.weight[1:] = router.weight[1]
-            router.weight[1:, 0] += least
+            gate = gate_of(router)
+            gate[1:] = gate[1]
+            gate[1:, 0] += least
             if getattr(router, "bias", None) is not None:
                 router.bias[1:] = router.bias[1]
     samples = samples_of(network)
     model = LogprobModel(network).requires_grad_(False)
     for router in find_expert_routers(network):
-        router.weight[1:, 0] -= 2 * least
-    assert torch.allclose(logprobs(model, samples, rows == "packed"), of_engine(samples), atol=1e-5)
+        gate_of(router)[1:, 0] -= 2 * least
+    assert torch.allclose(logprobs(model, samples, rows == "packed"), of_engine(samples), atol=1e-4)
     free = logprobs(model, samples, rows == "packed", replay=False)
     assert float((free - of_engine(samples)).abs().max()) > 0.05
 
@@ -302,7 +325,7 @@ def test_which_runs_replay():
     [
         ({"generation": {"engine": "vllm"}}, "generation.engine=vllm does not record experts, only embedded does"),
         ({"training": {"backend": "megatron"}}, "training.backend=megatron does not replay experts, only fsdp does"),
-        ({"model": {"build": {"hidden_size": 32, "heads": 2, "kv_heads": 1}}}, "the model is of type qwen3, which"),
+        ({"model": {"build": {"hidden_size": 32, "heads": 2, "kv_heads": 1}}}, "the model is of type qwen3; docs"),
     ],
 )
 def test_what_cannot_replay_is_refused(changes, message):
