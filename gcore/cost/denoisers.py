@@ -91,6 +91,12 @@ DENOISERS = {
 }
 
 
+def shape_of(layers: int, singles: int, hidden: int) -> DenoiserShape | None:
+    """One of those above, if it has these layers: its FLOPs are known."""
+    asked = (layers, singles, hidden)
+    return next((s for s in DENOISERS.values() if (s.layers, s.singles, s.hidden) == asked), None)
+
+
 @dataclass(frozen=True)
 class DenoisingWork:
     """A training step. DenoisingWork(prompts=8, samples=8, steps=20, trained=4, pixels=512)"""
