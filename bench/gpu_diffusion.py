@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import itertools
 import json
 import os
@@ -354,6 +355,7 @@ def plain_train(
                 raise
         args.micro //= 2  # here the error no longer holds its tensors
         optimizer.zero_grad()
+        gc.collect()
         torch.cuda.empty_cache()
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     optimizer.step()
