@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import itertools
 import json
 import os
@@ -44,7 +45,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import choose_sizes, step_rows, write_json  # noqa: E402
+from bench.common import choose_sizes, mfu, step_rows, write_json  # noqa: E402
 from bench.worker import TARGET, finish, run_worker, save  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -174,6 +175,19 @@ def prompts_of(args: argparse.Namespace, step: int = 0) -> list[str]:
     return [f"a picture of a {words[i % 8]} number {step} {i}" for i in range(args.prompts)]
 
 
+def about_device(device: str) -> dict[str, Any]:
+    """Its name and matrix rate, and the library of its attention."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    from bench.gpu_train import device_name, matrix_rate
+
+    place, dtype = torch.device(device), torch.bfloat16 if device == "cuda" else torch.float32
+    heads = torch.zeros(2, 24, 1024, 64, device=place, dtype=dtype, requires_grad=True)
+    attention = SDPBackend(torch._fused_sdp_choice(heads, heads, heads)).name.lower()
+    return {"device": device_name(place), "matrix rate": matrix_rate(place), "attention": attention}
+
+
 class Clock:
     """Seconds of functions, with the device idle before and after."""
 
@@ -218,10 +232,8 @@ def run_plain(args: argparse.Namespace) -> None:
     import torch
     from diffusers import StableDiffusion3Pipeline
 
-    from bench.gpu_train import matrix_rate
-
     device, dtype, clock = device_of(args), dtype_of(args), Clock(device_of(args))
-    about = {"matrix rate": matrix_rate(torch.device(device))}
+    about = about_device(device)
     absent: Any = dict.fromkeys(("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor"))
     pipe = StableDiffusion3Pipeline.from_pretrained(
         str(args.folder), torch_dtype=dtype, local_files_only=True, **absent
@@ -343,6 +355,7 @@ def plain_train(
                 raise
         args.micro //= 2  # here the error no longer holds its tensors
         optimizer.zero_grad()
+        gc.collect()
         torch.cuda.empty_cache()
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     optimizer.step()
@@ -392,9 +405,7 @@ def reward(images: Any, prompts: Any, **_: Any) -> list[float]:
 
 
 def run_gcore(args: argparse.Namespace) -> None:
-    import torch
-
-    from bench.gpu_train import matrix_rate
+    from bench.gpu_train import show_profile
     from gcore.config.load import load_config
     from gcore.content import media
     from gcore.diffusion.pipelines import PipelineDenoiser
@@ -407,7 +418,7 @@ def run_gcore(args: argparse.Namespace) -> None:
     from gcore.types import TrainBatch
 
     device = device_of(args)
-    clock, peaks, about = Clock(device), dict[str, float](), {"matrix rate": matrix_rate(torch.device(device_of(args)))}
+    clock, peaks, about, updates = Clock(device), dict[str, float](), about_device(device), itertools.count(1)
     watched: list[tuple[Any, str, str]] = [
         (PipelineDenoiser, "encode", "text encoder"),
         (PipelineDenoiser, "decode", "VAE"),
@@ -420,7 +431,12 @@ def run_gcore(args: argparse.Namespace) -> None:
 
     def measured(self: TrainerRank, network: TrainedName, batch: TrainBatch) -> UpdateStats:
         peaks["generating GB"] = max(peaks.get("generating GB", 0.0), peak_gb(device))
-        stats = train(self, network, batch)
+        if args.profile and next(updates) == args.steps + 1:  # the last of the counted steps
+            found: list[UpdateStats] = []
+            show_profile(lambda: found.append(train(self, network, batch)))
+            (stats,) = found
+        else:
+            stats = train(self, network, batch)
         peaks["training GB"] = max(peaks.get("training GB", 0.0), peak_gb(device))
         return stats
 
@@ -442,7 +458,7 @@ def run_gcore(args: argparse.Namespace) -> None:
 
 
 def watch_run(
-    run: Path, args: argparse.Namespace, clock: Clock, peaks: dict[str, float], about: dict[str, float]
+    run: Path, args: argparse.Namespace, clock: Clock, peaks: dict[str, float], about: dict[str, Any]
 ) -> None:
     """Saves every step when it is there. Ends the process after the last: a run that ends writes a checkpoint."""
     found, before = list[dict[str, float]](), dict[str, float]()
@@ -535,11 +551,15 @@ def show(record: dict[str, Any], args: argparse.Namespace) -> None:
             print(f"{name}: no step: {part.get('error', 'not run')}")
             continue
         row = best[name] = min(part["steps"], key=lambda step: float(step["step"]))
-        shares = {stage: flops[stage] / row[stage] / part["matrix rate"] for stage in flops}
+        rates = {stage: flops[stage] / row[stage] for stage in flops}
+        shares = ", ".join(
+            f"{stage} {rate / part['matrix rate']:.1%} of the matrix rate, MFU {mfu(rate, part['device'])}"
+            for stage, rate in rates.items()
+        )
         print(
-            f"{name}: {number * args.denoising_steps / row['denoising']:,.1f} denoising steps of a picture per second, "
-            f"{shares['denoising']:.1%} of the matrix rate ({part['matrix rate'] / 1e12:,.3g} TFLOP/s); training "
-            f"{shares['training']:.1%} of it; seconds, GB and MB of this step:"
+            f"{name}: {number * args.denoising_steps / row['denoising']:,.1f} denoising steps of a picture per second; "
+            f"{shares}; {part['device'] or 'CPU'}, {part['matrix rate'] / 1e12:,.3g} TFLOP/s, {part['attention']}; "
+            "seconds, GB and MB of this step:"
         )
         print("  " + ", ".join(f"{key} {value:.3g}" for key, value in row.items()))
         if first := part.get("first step"):
@@ -558,7 +578,8 @@ def main() -> None:
     args.folder = args.folder or work / f"model-{args.shape}"
     names = ("prompts", "samples", "denoising_steps", "trained", "pixels", "steps", "folder", "micro", "kl")
     arguments = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
-    flags = (f"--{name.replace('_', '-')}" for name in ("tiny", "plain_checkpointing") if getattr(args, name))
+    given = (name for name in ("tiny", "plain_checkpointing", "profile") if getattr(args, name))
+    flags = (f"--{name.replace('_', '-')}" for name in given)
     arguments += [*flags, *(f"--set={override}" for override in args.set)]
     record: dict[str, Any] = {"settings": {**vars(args)}}
     for name in ("model", "plain", "gcore"):
@@ -589,6 +610,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kl", type=float, default=0.0, help="weight of the KL to the first policy")
     parser.add_argument("--micro", type=int, default=8, help="plain: pictures of a micro-batch")
     parser.add_argument("--plain-checkpointing", action="store_true", help="plain: recompute all layers")
+    parser.add_argument("--profile", action="store_true", help="gcore: the kernels of the last training, in gcore.log")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the recipe")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", type=Path, help="folder for models, logs and runs; default: a new one")

@@ -334,7 +334,7 @@ def _plan_denoiser(args: argparse.Namespace) -> int:
         pixels=args.pixels,
         guidance=not args.no_guidance,
         kl=args.kl,
-        checkpointing=args.checkpointing != "off",
+        checkpointing="auto" if args.checkpointing == "auto" else args.checkpointing == "on",
     )
     print("\n".join(lines(denoiser_of(args.denoiser), gpu_of(args.gpu), args.gpus, work)))
     return 0

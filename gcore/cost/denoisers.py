@@ -6,13 +6,14 @@
 
 A pass has 2 FLOPs per token and parameter of the matrix products, and 4 n^2 width per layer for the attention of its n
 tokens to each other. Generation makes `steps` passes per sample, twice with guidance; training three times as much for
-each trained step (forward and backward), at a lower rate with activation checkpointing (Efficiency). An estimate:
-nothing here was measured with a diffusion model on a GPU.
+each trained step (forward and backward), at a lower rate for layers that are recomputed (Efficiency). An estimate:
+the rates were measured with language models.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gcore.cost.costs import ENGINE, GB, MEMORY_FRACTION, REACH, Gpu
 from gcore.cost.replica_speed import ReplicaSpeed
@@ -90,6 +91,12 @@ DENOISERS = {
 }
 
 
+def shape_of(layers: int, singles: int, hidden: int) -> DenoiserShape | None:
+    """One of those above, if it has these layers: its FLOPs are known."""
+    asked = (layers, singles, hidden)
+    return next((s for s in DENOISERS.values() if (s.layers, s.singles, s.hidden) == asked), None)
+
+
 @dataclass(frozen=True)
 class DenoisingWork:
     """A training step. DenoisingWork(prompts=8, samples=8, steps=20, trained=4, pixels=512)"""
@@ -101,7 +108,7 @@ class DenoisingWork:
     pixels: int = 512  # height and width
     guidance: bool = True
     kl: bool = False
-    checkpointing: bool = True
+    checkpointing: bool | Literal["auto"] = True  # auto: of the layers that do not fit
     batch: int = 16  # pictures that an engine denoises at the same time
 
     def __post_init__(self) -> None:
@@ -128,6 +135,7 @@ class DenoisingPlan:
     rollout: dict[str, float]
     update: dict[str, float]
     fits: bool
+    recomputed: int  # layers
 
     @property
     def step_s(self) -> float:
@@ -147,24 +155,41 @@ def plan_denoiser(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork
     }
     state = STATE_BYTES * shape.parameters / gpus
     rollout = {**engine_bytes(shape, work), "trainer": state}
-    one_sample = work.num_trained * work.passes(shape)  # passes of one micro-batch, at least
+    share = recomputed_share(shape, gpu, gpus, work)
     update = {
         "trainer": state,
         "reference": SERVED_BYTES * shape.parameters / gpus if work.kl else 0.0,
-        "activations": one_sample * shape.pass_bytes(work.pixels, work.checkpointing),
+        "activations": share * sample_bytes(shape, work, True) + (1 - share) * sample_bytes(shape, work, False),
     }
     most = max(sum(rollout.values()), sum(update.values()))
-    return DenoisingPlan(seconds, rollout, update, most < MEMORY_FRACTION * gpu.memory_gb * GB)
+    fits = most < MEMORY_FRACTION * gpu.memory_gb * GB
+    return DenoisingPlan(seconds, rollout, update, fits, round(share * shape.depth))
+
+
+def sample_bytes(shape: DenoiserShape, work: DenoisingWork, recomputed: bool) -> float:
+    """What the passes of one sample keep, which are in one micro-batch. `auto` is for compiled layers."""
+    compiled = COMPILED_SHARE if work.checkpointing == "auto" and not recomputed else 1.0
+    return work.num_trained * work.passes(shape) * shape.pass_bytes(work.pixels, recomputed) * compiled
+
+
+def recomputed_share(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> float:
+    """Of the layers."""
+    if work.checkpointing != "auto":
+        return float(work.checkpointing)
+    free = MEMORY_FRACTION * gpu.memory_gb * GB - STATE_BYTES * shape.parameters / gpus
+    keep = int(shape.depth * free / sample_bytes(shape, work, False))
+    return 1 - min(max(keep, 0), shape.depth) / shape.depth
 
 
 def training_times(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> dict[str, float]:
     """Seconds of the update phase by stage, without the engines."""
-    reach = REACH.training_recomputed if work.checkpointing else REACH.training
+    share = recomputed_share(shape, gpu, gpus, work)
     passes = work.prompts * work.samples * work.num_trained * work.passes(shape)
     flops = passes * shape.pass_flops(work.pixels)
     return {
         "preparation": gpu.compute_s(flops, REACH.logprobs, gpus) if work.kl else 0.0,
-        "training": gpu.compute_s(UPDATE * flops, reach, gpus),
+        "training": gpu.compute_s(UPDATE * flops * share, REACH.training_recomputed, gpus)
+        + gpu.compute_s(UPDATE * flops * (1 - share), REACH.training, gpus),
     }
 
 
@@ -239,7 +264,8 @@ def lines(shape: DenoiserShape, gpu: Gpu, gpus: int, work: DenoisingWork) -> lis
         f"on {gpus} x {gpu.title}: {plan.step_s:.1f} s per step, an estimate by FLOPs",
         *(f"  {name:<14}{seconds:>9.2f} s" for name, seconds in plan.seconds.items() if seconds),
         f"GB of one GPU while it generates, {work.batch} pictures at a time: {_parts(plan.rollout)}",
-        f"GB while it trains on one sample per micro-batch: {_parts(plan.update)}",
+        f"GB while it trains on one sample per micro-batch, {plan.recomputed} of {shape.depth} layers recomputed: "
+        f"{_parts(plan.update)}",
         *([] if plan.fits else [f"does not fit in {MEMORY_FRACTION:.0%} of {gpu.memory_gb:.0f} GB"]),
     ]
 

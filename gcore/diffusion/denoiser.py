@@ -25,7 +25,6 @@ from gcore.types import UserError
 
 Condition = Mapping[str, np.ndarray]
 EMPTY = "empty_"  # prefix of the names of the condition without a prompt, for guidance
-RECOMPILE_LIMIT = 64  # of the code of a layer: kinds of layers, one row or more, fixed and dynamic shapes
 
 
 class Denoiser(nn.Module):
@@ -60,14 +59,6 @@ class Denoiser(nn.Module):
     def checkpoint_activations(self, call: Callable[..., Any] | None = None) -> None:
         """`call`: calls a layer with its inputs, and decides whether it is recomputed. Default: all are."""
         raise NotImplementedError
-
-    def compile_layers(self) -> None:
-        """Layer by layer: equal layers share compiled code. Weights are its inputs, so they may change in place. A
-        layer that does not compile runs eagerly, with a warning."""
-        limits = torch._dynamo.config
-        limits.recompile_limit, limits.suppress_errors = max(limits.recompile_limit, RECOMPILE_LIMIT), True
-        for layer in self.layers:
-            layer.compile()
 
     def frozen(self) -> list[Tensor]:
         """Weights and buffers that only engines have: text encoders and VAE. They never change."""

@@ -34,7 +34,7 @@ from gcore.diffusion.noise import EVALUATION, START, normals
 from gcore.diffusion.samplers import schedule_of, to_device
 from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step
 from gcore.generation.sleep import GIB, SleepState
-from gcore.models.networks import Adapters
+from gcore.models.networks import Adapters, compile_each
 from gcore.threads import use_threads
 from gcore.types import Completion, Finish, Request, UserError
 from gcore.weights.receiver import WeightReceiver, receiver_in_process
@@ -139,7 +139,7 @@ class DiffusionBackend(DecodeBackend):
         self._receiver = receiver_in_process(self._parameters, adapters)
         self._launched: torch.cuda.Event | None = None  # the end of the step before
         if compiled:
-            denoiser.compile_layers()
+            compile_each(denoiser.layers)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
         use_threads(1)

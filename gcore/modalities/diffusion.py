@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ from gcore.config.denoising import Denoising
 from gcore.config.tree import Config
 from gcore.content.base import Modality
 from gcore.content.latents import LatentModality
-from gcore.cost.denoisers import COMPILED_SHARE, MOST_ACTIVATIONS
+from gcore.cost.denoisers import COMPILED_SHARE, MOST_ACTIVATIONS, shape_of
 from gcore.cost.workload import CostModel
 from gcore.modalities.media_keys import check_media_keys
 from gcore.prompts.conditions import ConditionTemplater, pass_tokens, transformer_config
@@ -55,17 +55,21 @@ class Diffusion:
         """Without recomputation: the passes of one sample are in one micro-batch. 0: a small model that is built."""
         if self.config.model.path is None:
             return 0.0
-        about, spec = transformer_config(self.config.model), self._spec
-        depth = int(about["num_layers"]) + int(about.get("num_single_layers") or 0)
-        return (spec.window.size if spec.window else spec.steps - 1) * depth * self._row_bytes
+        spec = self._spec
+        return (spec.window.size if spec.window else spec.steps - 1) * sum(self._layers[:2]) * self._row_bytes
 
     @property
     def _row_bytes(self) -> float:
         """That a layer keeps of one denoising step."""
-        about, model = transformer_config(self.config.model), self.config.model
-        width = int(about["num_attention_heads"]) * int(about["attention_head_dim"])
         share = 1.0 if self.config.training.compile is False else COMPILED_SHARE
-        return pass_tokens(model, self._spec) * width * MOST_ACTIVATIONS * share
+        return pass_tokens(self.config.model, self._spec) * self._layers[2] * MOST_ACTIVATIONS * share
+
+    @property
+    def _layers(self) -> tuple[int, int, int]:
+        """How many, how many with one stream, and their width."""
+        about = transformer_config(self.config.model)
+        width = int(about["num_attention_heads"]) * int(about["attention_head_dim"])
+        return int(about["num_layers"]), int(about.get("num_single_layers") or 0), width
 
     def templater(self, split: Literal["train", "eval"], eval_set: str = "") -> ConditionTemplater:
         return ConditionTemplater(self.config, split, eval_set)
@@ -79,6 +83,11 @@ class Diffusion:
         return 0
 
     def cost_model(self, info: TrainerInfo) -> CostModel:
+        if self.config.model.path is not None and (shape := shape_of(*self._layers)) is not None:
+            two = (
+                self._spec.guidance_scale != 1 and not shape.embeds_guidance
+            )  # passes, whose tokens are counted as one
+            return replace(shape.cost, crossover=shape.cost.crossover * (2 if two else 1))
         return CostModel(crossover=12.0 * info.hidden_size, causal=False)  # 12 matrices of this width in a layer
 
     def engine(self, spec: EngineSpec) -> Engine:

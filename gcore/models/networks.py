@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DROPOUTS = ("dropout", "pdrop", "jitter_noise")  # in names of attributes; the last: of routers of experts
+RECOMPILE_LIMIT = 64  # of the code of a layer
 SCORE = "score.weight"  # the head of a network with one label instead of the vocabulary: a scorer, a critic
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # suffixes after the layer's name, as in PEFT
 
@@ -152,6 +153,17 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]
+
+
+def compile_each(layers: Iterable[torch.nn.Module], must: bool = False) -> None:
+    """Layers of one kind share compiled code, whose inputs are the weights: they may change. `must`: an error if a
+    layer does not compile; else it runs eagerly, with a warning."""
+    # Variants: kinds of layers, with and without gradients, fixed and dynamic shapes, shared sequences. Beyond the
+    # limit of 8, layers would run eagerly without a word.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    torch._dynamo.config.suppress_errors |= not must
+    for layer in layers:
+        layer.compile()
 
 
 def load_model(

@@ -24,7 +24,7 @@ from gcore.checkpoint.tensors import Shard
 from gcore.checkpoint.writer import Snapshot
 from gcore.config.training import Training
 from gcore.config.tree import Config
-from gcore.models.networks import Adapters
+from gcore.models.networks import Adapters, compile_each
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import state
 from gcore.training.context import ContextGroups
@@ -36,8 +36,6 @@ from gcore.training.step_model import Compute, StepBatch, Wrap
 from gcore.types import Key, MicroBatch
 from gcore.weights.bucket import Parameter
 from gcore.weights.pretrained import Read
-
-RECOMPILE_LIMIT = 64  # of the code of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +225,5 @@ def compiles(training: Training, device: torch.device) -> bool:
 
 
 def compile_layers(layers: Iterable[nn.Module], compute: Compute, training: Training) -> None:
-    if not compute.compiled:
-        return
-    # Variants: with and without gradients, fixed and dynamic shapes, shared sequences. Beyond the limit of 8, layers
-    # would run eagerly without a word.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-    if training.compile == "auto":  # a layer that does not compile runs eagerly, with a warning
-        torch._dynamo.config.suppress_errors = True
-    for layer in layers:
-        layer.compile()
+    if compute.compiled:
+        compile_each(layers, must=training.compile is True)

@@ -20,7 +20,7 @@ from gcore.diffusion.denoiser import stacked, tensors_of
 from gcore.diffusion.pipelines import FAMILIES, PipelineDenoiser, check_denoiser, load_denoiser
 from gcore.generation.diffusion import DiffusionBackend
 from gcore.generation.engine_shell import SteppedEngine
-from gcore.models.networks import LORA_A, LORA_B, adapters_of
+from gcore.models.networks import LORA_A, LORA_B, adapters_of, compile_each
 from gcore.prompts.conditions import ConditionTemplater
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
@@ -102,14 +102,14 @@ def test_layers_are_compiled_whole_and_not_again_for_other_times_or_weights(fold
     spec = config.generation.denoising
     samples = samples_of(config, tmp_path / "eager", load_denoiser(config, CPU, torch.float32, encoders=True), number=2)
     served = load_denoiser(config, CPU, torch.float32, encoders=True)
-    served.compile_layers()
+    compile_each(served.layers)
     same = samples_of(config, tmp_path / "compiled", served, number=2)
     kinds = 2  # of layers: the last one of sd3 returns no text; flux has single ones
     assert compiled_layers.frame_count == kinds  # five steps
     for one, other in zip(samples.values(), same.values(), strict=True):
         assert np.allclose(one.rollout_logprobs_S, other.rollout_logprobs_S, atol=1e-5)
     own = load_denoiser(config, CPU, torch.float32, encoders=False)
-    own.compile_layers()
+    compile_each(own.layers)
     model = DenoiseModel(own, spec=spec, row_bytes=1e-9).train()
     model.recompute.begin = lambda rows: setattr(model.recompute, "recomputed", 1)
     before = compiled_layers.frame_count

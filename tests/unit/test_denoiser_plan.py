@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gcore.cli import main
 from gcore.cost.costs import REACH, gpu_of
 from gcore.cost.denoisers import (
+    COMPILED_SHARE,
     DENOISERS,
     DenoisingWork,
     denoising_step_s,
@@ -92,6 +93,57 @@ def test_parameters_and_flops_are_those_of_the_network(name, make):
     assert shape.pass_bytes(512, checkpointing=False) == pytest.approx(size, rel=0.1)
 
 
+@pytest.mark.release
+def test_compiled_layers_keep_half_of_what_eager_ones_keep():
+    """As a trainer compiles them, without generated code. Bytes per token and number of a layer."""
+    pytest.importorskip("diffusers")
+    from diffusers import SD3Transformer2DModel
+
+    torch.manual_seed(0)
+    network = SD3Transformer2DModel(
+        sample_size=32,
+        in_channels=4,
+        num_layers=3,
+        attention_head_dim=64,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        caption_projection_dim=256,
+        pooled_projection_dim=32,
+        out_channels=4,
+        pos_embed_max_size=16,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    ).to(torch.bfloat16)
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 32, 32).bfloat16(),
+        "timestep": torch.rand(2),
+        "encoder_hidden_states": torch.randn(2, 77, 64).bfloat16(),
+        "pooled_projections": torch.randn(2, 32).bfloat16(),
+    }
+    weights = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+
+    def kept() -> float:
+        found: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            place = tensor.untyped_storage()
+            if place.data_ptr() not in weights:
+                found[place.data_ptr()] = place.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            held = network(**inputs, return_dict=False)[0]
+        assert held.requires_grad
+        return sum(found.values()) / (2 * (256 + 77) * 256 * 3)
+
+    eager = kept()
+    for layer in network.transformer_blocks:
+        layer.compile(backend="aot_eager_decomp_partition")
+    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
+        compiled = kept()
+    assert 0.4 * eager < compiled < COMPILED_SHARE * eager
+
+
 def test_a_step_costs_its_passes():
     gpu, shape = gpu_of("h200"), DENOISERS["sd3.5-medium"]
     work = DenoisingWork(prompts=8, samples=8, steps=20, trained=19, guidance=False, checkpointing=False)
@@ -127,6 +179,21 @@ def test_memory_by_part():
     assert without.seconds["training"] == pytest.approx(
         found.seconds["training"] * REACH.training_recomputed / REACH.training
     )
+
+
+def test_layers_that_do_not_fit_are_recomputed():
+    """An H100 has 80 GB. A layer keeps 38 bytes of 38 passes x 1,357 tokens x 1,536 numbers."""
+    shape, work = DENOISERS["sd3.5-medium"], DenoisingWork(checkpointing="auto")
+    large, small = (plan_denoiser(shape, gpu_of(name), 1, work) for name in ("h200", "h100"))
+    layer = 38 * 1357 * 1536 * 38
+    assert large.recomputed == 0 and large.update["activations"] == pytest.approx(24 * layer)
+    kept = int((0.9 * 80e9 - 16 * shape.parameters) / layer)
+    assert 0 < kept < 24 and small.recomputed == 24 - kept
+    fixed = [
+        plan_denoiser(shape, gpu_of("h100"), 1, DenoisingWork(checkpointing=on)).seconds["training"]
+        for on in (True, False)
+    ]
+    assert small.seconds["training"] == pytest.approx(fixed[1] + (fixed[0] - fixed[1]) * (24 - kept) / 24)
 
 
 @pytest.mark.parametrize(("name", "passes"), [("sd3.5-medium", 2), ("flux", 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ import yaml
 
 from gcore.config.load import load_config
 from gcore.cost.costs import SHAPES
+from gcore.cost.denoisers import DENOISERS
 from gcore.cost.training_memory import adapter_parameters
 from gcore.launch import gpu_memory
 from gcore.launch.footprint import copies_moments, parts
 from gcore.launch.gpu_memory import engines_beside, memory_lines, plan_critic_memory, plan_memory, rank_of
 from gcore.launch.machines import Machine
 from gcore.launch.plan import make_plan
+from gcore.modalities.table import kind_of
+from gcore.protocols import TrainerInfo
 from gcore.runtime import nodes
-from gcore.types import UserError
+from gcore.types import SampleMeta, SampleWork, UserError
 from tests.e2e.helpers import RECIPE, gcore, write_recipe
 
 ONE, EIGHT = Machine(16, 1), Machine(64, 8)
@@ -109,19 +113,8 @@ def test_a_model_that_the_planner_does_not_know_trains_without_a_plan(config, tm
     assert found.note.startswith("GPU memory is not planned: model.path") and "kv_lora_rank" in found.note
 
 
-@pytest.mark.parametrize(
-    ("denoising", "compiled", "eager"),
-    [
-        (
-            {"steps": 20, "guidance_scale": 4.5},
-            72.2,
-            144.5,
-        ),  # 19 steps x 2 passes x 1,357 tokens x 1,536 x 24 x 76 bytes, half of it compiled
-        ({"steps": 20, "guidance_scale": 4.5, "window": {"size": 4}}, 15.2, 30.4),
-        ({"steps": 20, "guidance_scale": 1.0, "window": {"size": 10}}, 19.0, 38.0),
-    ],
-)
-def test_a_denoiser_keeps_the_choice_for_its_trainer(tmp_path, denoising, compiled, eager):
+def pictures(tmp_path, denoising: dict[str, Any]) -> Path:
+    """A recipe with the shape of Stable Diffusion 3.5 medium."""
     about = {"_class_name": "SD3Transformer2DModel", "patch_size": 2, "num_layers": 24}
     about |= {"num_attention_heads": 24, "attention_head_dim": 64}
     (tmp_path / "pipe" / "transformer").mkdir(parents=True)
@@ -133,17 +126,41 @@ def test_a_denoiser_keeps_the_choice_for_its_trainer(tmp_path, denoising, compil
         "generation": {"denoising": denoising},
         "rewards": RECIPE["rewards"],
     }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    recipe = load_config(tmp_path / "recipe.yaml", [])
-    assert chosen(recipe) == ("auto", "none")
-    assert (
-        f"a sample needs {compiled} of 149 GB for activations" in plan_memory(recipe, make_plan(recipe, ONE), H200).note
-    )
-    plain = load_config(tmp_path / "recipe.yaml", ["training.compile=false"])
-    assert f"a sample needs {eager} of 149 GB for activations" in plan_memory(plain, make_plan(plain, ONE), H200).note
+    recipe: Path = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+    return recipe
+
+
+ALL_STEPS = {"steps": 20, "guidance_scale": 4.5}
+WINDOW = {**ALL_STEPS, "window": {"size": 4}}
+UNGUIDED = {"steps": 20, "guidance_scale": 1.0, "window": {"size": 10}}
+
+
+@pytest.mark.parametrize(  # 19 steps x 2 passes x 1,357 tokens x 1,536 x 24 x 76 bytes, half of it compiled
+    ("denoising", "compiled", "eager"), [(ALL_STEPS, 72.2, 144.5), (WINDOW, 15.2, 30.4), (UNGUIDED, 19.0, 38.0)]
+)
+def test_a_denoiser_keeps_the_choice_for_its_trainer(tmp_path, denoising, compiled, eager):
+    recipe = pictures(tmp_path, denoising)
+    for override, kept in (("auto", compiled), ("false", eager)):
+        tree = load_config(recipe, [f"training.compile={override}"])
+        assert chosen(tree) == ("auto", "none")
+        note = plan_memory(tree, make_plan(tree, ONE), H200).note
+        assert f"a sample needs {kept} of 149 GB for activations" in note
     for wanted in ("true", "false"):
-        fixed = load_config(tmp_path / "recipe.yaml", [f"training.activation_checkpointing={wanted}"])
+        fixed = load_config(recipe, [f"training.activation_checkpointing={wanted}"])
         assert chosen(fixed) == (wanted == "true", "none")
+
+
+@pytest.mark.parametrize("denoising", [ALL_STEPS, WINDOW, UNGUIDED])
+def test_the_flops_of_a_known_denoiser_are_those_of_its_passes(tmp_path, denoising):
+    """For perf/mfu. With guidance, two passes for each trained step: neither attends to the other."""
+    config = load_config(pictures(tmp_path, denoising), [])
+    spec = config.generation.denoising
+    trained, passes = (spec.window.size if spec.window else spec.steps - 1), (1 if spec.guidance_scale == 1 else 2)
+    cost = kind_of(config).cost_model(TrainerInfo(0, 1536))
+    meta = SampleMeta(0, 0, SampleWork(1357 * passes, passes=trained), trained)
+    expected = trained * passes * DENOISERS["sd3.5-medium"].pass_flops(512)
+    assert cost.knows_flops and cost.of_sample(meta) * cost.flops == pytest.approx(expected)
 
 
 def test_the_memory_of_this_machine(monkeypatch):
