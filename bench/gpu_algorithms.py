@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import string
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def recipe(args: argparse.Namespace, task: str, algorithm: str, seed: int) -> di
 
 
 def run(args: argparse.Namespace, task: str, algorithm: str, seed: int) -> dict[str, Any]:
-    """{"curve": [[step, accuracy, seconds of steps so far], ...]}"""
+    """{"curve": [[step, accuracy, seconds of steps so far], ...], "preparation": share of a step}"""
     tree = recipe(args, task, algorithm, seed)
     name, folder = tree["run"]["name"], Path(args.folder)
     about = folder / f"{name}.json"
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace, task: str, algorithm: str, seed: int) -> dict[
     path.write_text(yaml.safe_dump(tree))
     subprocess.run([sys.executable, "-m", "gcore.cli", "train", str(path), "run.resume=auto"], check=True, cwd=ROOT)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    found = {"curve": curve_of(rows)}
+    found = {"curve": curve_of(rows), "preparation": preparation_of(rows)}
     about.write_text(json.dumps(found))
     return found
 
@@ -81,6 +82,12 @@ def curve_of(rows: list[dict[str, Any]]) -> list[list[float]]:
         if "eval/accuracy" in row:
             found[row["step"]] = [row["step"], row["eval/accuracy"], seconds]
     return [found[step] for step in sorted(found)]
+
+
+def preparation_of(rows: list[dict[str, Any]]) -> float:
+    """Its share of a step, in the median of the steps after the first two, which also compile."""
+    shares = [row["timing_s/preparation"] / row["timing_s/step"] for row in rows if "timing_s/preparation" in row]
+    return statistics.median(shares[2:] or shares)
 
 
 def draw(found: dict[str, dict[str, dict[int, Any]]], target: Path) -> None:
@@ -120,20 +127,22 @@ def main() -> None:
         if not (Path(args.model) / "config.json").is_file():
             sys.exit(f"--model {args.model}: has no config.json; expected a Hugging Face folder, or `tiny`")
     found: dict[str, dict[str, dict[int, Any]]] = {}
-    print("| task | algorithm | seed | before | after | best | seconds per step |\n|---|---|---|---|---|---|---|")
+    head = ("task", "algorithm", "seed", "before", "after", "best", "seconds per step", "preparation")
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for task in args.tasks:
         for algorithm in args.algorithms:
             for seed in args.seeds:
                 try:
                     each = run(args, task, algorithm, seed)
                 except subprocess.CalledProcessError as error:  # the other runs are worth having
-                    print(f"| {task} | {algorithm} | {seed} | exit code {error.returncode} | | | |", flush=True)
+                    print(f"| {task} | {algorithm} | {seed} | exit code {error.returncode} | | | | |", flush=True)
                     continue
                 found.setdefault(task, {}).setdefault(algorithm, {})[seed] = each
                 steps, accuracies, seconds = zip(*each["curve"], strict=True)
                 values = (accuracies[0], accuracies[-1], max(accuracies))
                 shown = " | ".join(f"{value:.3f}" for value in values)
-                print(f"| {task} | {algorithm} | {seed} | {shown} | {seconds[-1] / steps[-1]:.2f} |", flush=True)
+                took = f"{seconds[-1] / steps[-1]:.2f} | {each['preparation']:.0%}"
+                print(f"| {task} | {algorithm} | {seed} | {shown} | {took} |", flush=True)
     (Path(args.folder) / "curves.json").write_text(json.dumps(found))
     if found:
         draw(found, Path(args.folder) / "curves.png")

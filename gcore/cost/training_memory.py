@@ -41,6 +41,7 @@ Parts = Mapping[str, float]
 
 LOGITS_AT_ONCE = 1 << 27  # as in training/logprob_model.py; compiled, a chunk has four times as many
 LAYERS_PER_GROUP = 4  # as in training/fsdp.py: layers that are cast together if weights are not sharded
+TOKENS_AT_ONCE, MOST_AT_ONCE = 1 << 16, 4  # as there: passes without gradients join micro-batches
 BUCKET_BYTES = 2.0**30  # as in weights/bucket.py
 PART_BYTES, SLOTS = 2.0**30, 3  # as in training/optimizer.py: off-loaded moments that are on the GPU at a time
 GATHERED_LAYERS = 2  # of a sharded network: the layer in use, and the next one
@@ -239,11 +240,12 @@ def _logits(rank: TrainingRank, copies: int) -> float:
     return steps * rank.shape.vocab * (copies * rank.width if compiled else 4 * 4)
 
 
-def _layer_work(rank: TrainingRank) -> float:
-    """Temporary tensors of one layer: three of the width of the MLP, four of the hidden width."""
+def _layer_work(rank: TrainingRank, joined: int = 1) -> float:
+    """Temporary tensors of one layer: three of the width of the MLP, four of the hidden width. `joined`: micro-batches
+    that are computed together."""
     shape = rank.shape
     active = shape.intermediate * max(1, shape.active_experts) / rank.tensor_parallel
-    return rank.max_tokens * rank.width * (3 * active + 4 * shape.hidden)
+    return joined * rank.max_tokens * rank.width * (3 * active + 4 * shape.hidden)
 
 
 def _backward_work(rank: TrainingRank) -> float:
@@ -264,7 +266,9 @@ def _backward_work(rank: TrainingRank) -> float:
 
 def _pass_work(rank: TrainingRank) -> float:
     """Of a forward pass that keeps nothing."""
-    return max(_logits(rank, 1), _layer_work(rank)) + rank.max_tokens * rank.width * 2 * rank.shape.hidden
+    joined = max(1, min(MOST_AT_ONCE, TOKENS_AT_ONCE // rank.max_tokens))
+    hidden = joined * rank.max_tokens * rank.width * 2 * rank.shape.hidden
+    return max(_logits(rank, 1), _layer_work(rank, joined)) + hidden
 
 
 def _buckets(rank: TrainingRank) -> float:

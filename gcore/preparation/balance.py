@@ -9,6 +9,8 @@ the micro-batches at one *position* of the ranks' lists should cost the same; ot
 out in *parts* of at most PART ranks, to which samples are dealt by cost: several controllers can make parts of a layout
 at the same time, and `join_parts` puts them together.
 
+Siblings with media are neighbours where rows need no mask, because their media are encoded once per micro-batch.
+
 Invariants (tests/unit/test_balance.py): every sample is in exactly one row of one group of ranks; no row is wider than
 its micro-batch; no micro-batch exceeds the token budget of its ranks; all ranks have the same number of micro-batches
 and the same `context` at each position; the layout depends neither on the order of `metas` nor on the number of
@@ -87,7 +89,8 @@ def make_layout(
     of_parts: list[list[list[MiniBatch]]] = [[[] for _ in range(num_ranks // count)] for _ in numbers]  # part, rank
     for mini in split(sorted(metas, key=lambda meta: meta.key), mini_batches):
         num_actions, num_samples = sum(m.actions for m in mini), len(mini)
-        units = {unit[0].key: unit for unit in (by_prompt(mini) if together else [[meta] for meta in mini])}
+        most = 0.0 if padded else min(max_tokens / 4, sum(m.length for m in mini) / num_ranks / 4)
+        units = {unit[0].key: unit for unit in (by_prompt(mini) if together else with_shared_media(mini, most))}
         dealt = deal(units, count, cost)
         for number, own in zip(numbers, of_parts, strict=True):
             laid_out = _lay_out(dealt[number], replace(ranks, number=len(own), part=count > 1), cost, method)
@@ -148,6 +151,20 @@ def by_prompt(metas: Sequence[SampleMeta]) -> list[list[SampleMeta]]:
     for meta in metas:
         groups.setdefault(meta.prompt_id, []).append(meta)
     return list(groups.values())
+
+
+def with_shared_media(metas: Sequence[SampleMeta], most: float) -> list[list[SampleMeta]]:
+    """Siblings with media stay together, up to `most` tokens: their media are encoded once per micro-batch. All other
+    samples are alone."""
+    units = list[list[SampleMeta]]()
+    for meta in metas:
+        last = units[-1] if units else []
+        shares = meta.work.media and last and last[-1].prompt_id == meta.prompt_id
+        if shares and sum(each.length for each in last) + meta.length <= most:
+            last.append(meta)
+        else:
+            units.append([meta])
+    return units
 
 
 def _joined(unit: Sequence[SampleMeta]) -> SampleMeta:

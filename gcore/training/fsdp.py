@@ -10,6 +10,7 @@ number: the gradient is that of one process that holds the whole batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,7 +29,7 @@ from gcore.models.towers import takes_media, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import lora, state, tensor_parallel
 from gcore.training.backend import Backend, Network, NewNetwork, by_sample, compile_layers, compiles
-from gcore.training.logprob_model import own_experts
+from gcore.training.logprob_model import LogprobModel, Packed, own_experts
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.optimizer import MOMENTS, Optimizer
 from gcore.training.shards import copy_weights, fill, local_of, reshard
@@ -36,6 +37,7 @@ from gcore.training.state import NetworkName, TrainedName
 from gcore.training.step_model import Compute, StepBatch, Wrap
 from gcore.types import Key, MicroBatch
 
+TOKENS_AT_ONCE, MOST_AT_ONCE = 1 << 16, 4  # without gradients: tokens, and micro-batches of the update
 LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
 
 
@@ -44,6 +46,17 @@ def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     if dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def joined_micros(micros: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+    """Up to `count` neighbours become one, unless ranks share them. All ranks have equally many."""
+    found = list[MicroBatch]()
+    for context, group in itertools.groupby(micros, key=lambda micro: micro.context):
+        same, step = list(group), count if context == 1 else 1
+        for part in (same[first : first + step] for first in range(0, len(same), step)):
+            rows = tuple(row for micro in part for row in micro.rows)
+            found.append(MicroBatch(rows, sum(micro.width for micro in part), context))
+    return found
 
 
 class FsdpNetwork(Network):
@@ -183,11 +196,8 @@ class FsdpBackend(Backend):
         elif new.open is not None:
             fill(network, new.open(network), self.device)
             lora.fill_adapters(network, seed)
-        optimizer = None
-        if name == "reference":
-            model.requires_grad_(False).eval()
-        else:
-            optimizer = self._new_optimizer(name, model)
+        # Modes of the reference are those of the policy: compiled layers without gradients are the same for both.
+        optimizer = None if name == "reference" else self._new_optimizer(name, model)
         tensor = self._mesh.get_group("tensor")
         return FsdpNetwork(model, self.device, optimizer, summed, tensor, self._offload == "all")
 
@@ -238,7 +248,13 @@ class FsdpBackend(Backend):
 
     def _pack(self, model: Any, micro: MicroBatch, data: StepData) -> StepBatch:
         ranks = self._context_groups.of(micro.context)  # a collective: also of groups that have only padding
-        return cast(StepBatch, model.pack(micro, data.samples, ranks))
+        alike = type(model).pack, model.padded, micro
+        if (known := data.packed.get(alike)) is not None:
+            return known
+        packed: StepBatch = model.pack(micro, data.samples, ranks)
+        if isinstance(packed, Packed) and packed.mask_R1WW is None:  # masks are large
+            data.packed[alike] = packed
+        return packed
 
     @torch.no_grad()
     def outputs(
@@ -247,7 +263,9 @@ class FsdpBackend(Backend):
         assert network in self.networks, f"no {network}: `begin` or `load` was called without one"
         columns: dict[Key, Tensor] = {}
         with self.networks[network].passes() as model:
-            for micro in micros:
+            at_once = max(1, min(MOST_AT_ONCE, TOKENS_AT_ONCE // self._config.training.max_tokens_per_gpu))
+            alone = model.padded or not isinstance(model, LogprobModel)
+            for micro in joined_micros(micros, 1 if alone else at_once):
                 packed = self._pack(model, micro, data)
                 outputs_S = packed.joined(*model(packed))[output]
                 columns |= by_sample(packed, outputs_S, data)

@@ -67,10 +67,12 @@ class StepData:
 
     samples: dict[Key, Sample] = field(default_factory=dict)
     columns: dict[ColumnName, dict[Key, Tensor]] = field(default_factory=dict)
+    packed: dict[Any, StepBatch] = field(default_factory=dict)  # for other networks and passes
 
     def clear(self) -> None:
         self.samples.clear()
         self.columns.clear()
+        self.packed.clear()
 
 
 def step_columns(packed: StepBatch, data: StepData, device: torch.device) -> StepColumns:

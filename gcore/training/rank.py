@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -28,6 +29,7 @@ import torch
 from gcore.checkpoint.writer import BackgroundWriter, Snapshot
 from gcore.config.algorithm import Algorithm
 from gcore.config.tree import Config
+from gcore.content.media import on_device
 from gcore.models.networks import SCORE
 from gcore.observe.trace import Tracer
 from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
@@ -151,9 +153,9 @@ class TrainerRank:
         algorithm, columns = self._algorithm, self._data.columns
         if batch.objective != "policy" or "policy" not in self.trained or not algorithm.kl_in_reward:
             return {}
-        old, ref = columns["old_logprobs"], columns["ref_logprobs"]
-        kl = {key: objective.kl_penalty(old[key], ref[key], algorithm.kl_estimator) for key in batch.keys}
-        penalties = {key: algorithm.kl_coef * kl_S for key, kl_S in to_numpy(kl, batch.keys).items()}
+        of_kl = partial(objective.kl_penalty, estimator=algorithm.kl_estimator)
+        kl = to_numpy(batch.keys, of_kl, columns["old_logprobs"], columns["ref_logprobs"])
+        penalties = {key: algorithm.kl_coef * kl_S for key, kl_S in kl.items()}
         if algorithm.kl_per_step:
             columns["penalties"] = to_column(penalties, self.backend.device)
             return {}
@@ -196,8 +198,9 @@ class TrainerRank:
         are equal on all ranks."""
         algorithm, sums = self._config.algorithm, sums_of(self.backend, batch)
         samples, columns = self._data.samples, self._data.columns
-        penalties = to_numpy(columns.get("penalties", {}), batch.keys) if algorithm.kl_per_step else None
-        values = to_numpy(columns.get("values", {}), batch.keys) if algorithm.estimator.critic else None
+        read = partial(to_numpy, batch.keys, lambda column: column)
+        penalties = read(columns.get("penalties", {})) if algorithm.kl_per_step else None
+        values = read(columns.get("values", {})) if algorithm.estimator.critic else None
         advantages = {key: batch.advantages[key] for key in batch.keys}
         targets = step_targets(samples, advantages, algorithm, sums, penalties, values)
         if "policy" in self.trained:
@@ -430,8 +433,18 @@ def sums_of(backend: Backend, batch: TrainBatch) -> GlobalSums:
 
 
 def to_column(values: Mapping[Key, Floats], device: torch.device) -> dict[Key, torch.Tensor]:
-    return {key: torch.from_numpy(each).to(device) for key, each in values.items()}
+    if not values:
+        return {}
+    joined = on_device(np.concatenate([*values.values()]), device)
+    return dict(zip(values, joined.split([len(each) for each in values.values()]), strict=True))
 
 
-def to_numpy(column: Mapping[Key, torch.Tensor], keys: Sequence[Key]) -> dict[Key, Floats]:
-    return {key: column[key].double().cpu().numpy() for key in keys}
+def to_numpy(
+    keys: Sequence[Key], of: Callable[..., torch.Tensor], *columns: Mapping[Key, torch.Tensor]
+) -> dict[Key, Floats]:
+    """A function of the steps' values in some columns, computed and copied for all samples together."""
+    if not keys:
+        return {}
+    values = of(*(torch.cat([column[key] for key in keys]) for column in columns)).double().cpu().numpy()
+    ends = np.cumsum([len(columns[0][key]) for key in keys])
+    return dict(zip(keys, np.split(values, ends[:-1]), strict=True))

@@ -287,6 +287,24 @@ def test_the_work_of_the_head_and_of_images_is_balanced_too():
     assert sorted(sorted(batch.keys) for batch in batches) == [[(0, 0)], [(1, 0), (2, 0), (3, 0)]]
 
 
+def test_siblings_with_media_share_a_micro_batch():
+    """Of 32 prompts with ragged answers, each image is encoded once where groups fit."""
+    rng, request = np.random.default_rng(0), {"step": 1, "mini_batches": 1, "max_tokens": 13_000, "cost": COST}
+    lengths = rng.integers(276, 404, (32, 8)).tolist()
+
+    def encoded(media: tuple, num_ranks: int, padded: bool) -> list[int]:
+        works = {(i, j): SampleWork(n, media=media) for i, own in enumerate(lengths) for j, n in enumerate(own)}
+        metas = [SampleMeta(*key, work, 128) for key, work in works.items()]
+        batches = make_layout(metas, num_ranks=num_ranks, padded=padded, **request)
+        micros = [micro for batch in batches for micro in batch.mini_batches[0].micro_batches]
+        return [len({prompt for row in micro.rows for prompt, _ in row}) for micro in micros]
+
+    image = (("image", 448**2),)
+    assert sum(encoded(image, 1, padded=False)) == sum(encoded(image, 2, padded=False)) == 32
+    assert 32 < sum(encoded(image, 16, padded=False)) < 100  # groups are cut, so that ranks can be balanced
+    assert sum(encoded(image, 1, padded=True)) > 100 and sum(encoded((), 1, padded=False)) > 100
+
+
 def test_idle_share_by_hand():
     metas = [SampleMeta(i, 0, SampleWork(n), 1) for i, n in enumerate([100, 50, 50])]  # costs 200, 75, 75
     first, second, third = (MicroBatch((((i, 0),),), 104) for i in range(3))

@@ -10,4 +10,6 @@ def test_constants_of_the_trainer():
     assert training_memory.LOGITS_AT_ONCE == logprob_model.LOGITS_AT_ONCE
     assert training_memory.LAYERS_PER_GROUP == fsdp.LAYERS_PER_GROUP
     assert (training_memory.PART_BYTES, training_memory.SLOTS) == (optimizer.PART_BYTES, optimizer.SLOTS)
+    assert training_memory.TOKENS_AT_ONCE == fsdp.TOKENS_AT_ONCE
+    assert training_memory.MOST_AT_ONCE == fsdp.MOST_AT_ONCE
     assert training_memory.BUCKET_BYTES == bucket.BUCKET_BYTES

@@ -26,7 +26,7 @@ from gcore.protocols import Receivers, UpdateStats
 from gcore.training import logprob_model as policy_module
 from gcore.training import optimizer as optimizer_module
 from gcore.training.backend import NewNetwork
-from gcore.training.fsdp import FsdpBackend
+from gcore.training.fsdp import FsdpBackend, joined_micros
 from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.training.lora import trainable_parameters
 from gcore.training.objective import StepData, step_columns
@@ -571,6 +571,40 @@ def test_prepare_gives_nothing_where_the_kl_is_in_the_loss():
     assert asyncio.run(trainer.compute_logprobs(batch_of(samples))) == {}
 
 
+def test_passes_without_gradients_join_micro_batches_that_are_packed_once(monkeypatch):
+    """With rows of any length, as on a GPU. Policy and reference read the same batches."""
+    algorithm = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
+    trainer, samples = trainer_of(config_of(algorithm=algorithm)), samples_of()
+    asyncio.run(trainer.end_warm_start())
+    passes, packs, pack = dict[str, int](), list[MicroBatch](), policy_module.to_tensors
+    for name, network in trainer.backend.networks.items():
+        network.model.varlen = True
+        network.model.register_forward_hook(lambda *_, name=name: passes.update({name: passes.get(name, 0) + 1}))
+    monkeypatch.setattr(policy_module, "to_tensors", lambda micro, *rest: packs.append(micro) or pack(micro, *rest))
+    batch, policy = batch_of(samples, 24), trainer_network(trainer)
+    micros = batch.mini_batches[0].micro_batches
+    assert len(micros) == 10
+    asyncio.run(trainer.push(0, samples))
+    asyncio.run(trainer.compute_logprobs(batch))
+    assert passes == {"policy": 3, "reference": 3} and len(packs) == 3
+    for s in samples:
+        for column in ("old_logprobs", "ref_logprobs"):
+            assert torch.allclose(trainer._data.columns[column][s.key], alone(policy, s)[0], atol=1e-5, rtol=0)
+    asyncio.run(trainer.update(dataclasses.replace(batch, advantages={s.key: s.reward for s in samples})))
+    assert passes["policy"] == 3 + 10 and len(packs) == 3 + 10 and not trainer._data.packed
+
+
+def test_joined_micro_batches_are_not_shared_by_ranks():
+    first, *rest = [MicroBatch((((i, 0),),), 10 + i, 2 if i == 3 else 1) for i in range(5)]
+    found = joined_micros([first, *rest], 2)
+    assert [(micro.rows, micro.width, micro.context) for micro in found] == [
+        ((((0, 0),), ((1, 0),)), 21, 1),
+        ((((2, 0),),), 12, 1),
+        ((((3, 0),),), 13, 2),
+        ((((4, 0),),), 14, 1),
+    ]
+
+
 # --- reference
 
 
@@ -585,9 +619,10 @@ def test_the_reference_stays_frozen():
     kl = [update(trainer, samples, batch_of(samples)).metrics["actor/kl"].total for _ in range(3)]
     assert kl[0] == pytest.approx(0, abs=1e-5) and 1e-4 < kl[1] < kl[2]
     assert trainer.backend.networks["reference"] is reference
-    assert not any(p.requires_grad for p in reference.model.parameters())
-    assert all(p.grad is None for p in reference.model.parameters())
-    frozen = {name: p.full_tensor().numpy() for name, p in trainable_parameters(reference.model.network).items()}
+    assert reference.optimizer is None and all(p.grad is None for p in reference.model.parameters())
+    frozen = {
+        name: p.detach().full_tensor().numpy() for name, p in trainable_parameters(reference.model.network).items()
+    }
     assert same(frozen, start) and not same(weights_of(trainer), start)
 
 

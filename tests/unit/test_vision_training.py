@@ -162,10 +162,7 @@ def grid_world(family: str, folder: Path) -> tuple[Any, dict[tuple[int, int], Sa
     return network, {s.key: s for s in samples_of(prompts)}, prompts
 
 
-GRIDS = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-
-
-@GRIDS
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_one_call_of_attention_for_all_images_and_windows(family, tmp_path):
     """As on a GPU: the same features and gradients as one call per image or window."""
     network, _, prompts = grid_world(family, tmp_path)
@@ -183,7 +180,7 @@ def test_one_call_of_attention_for_all_images_and_windows(family, tmp_path):
         torch.testing.assert_close(each, other, atol=1e-5, rtol=1e-4)
 
 
-@GRIDS
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_host_waits_for_no_value_of_the_device(family, tmp_path, monkeypatch):
     """Tensors without values instead of a GPU: to read one is an error."""
     network, samples, _ = grid_world(family, tmp_path)
