@@ -668,9 +668,30 @@ def test_off_loaded_parts_are_full_and_not_larger():
     assert [len(part) for part in optimizer_module._parts(parameters, None)] == [8]
 
 
+def test_some_moments_stay_on_the_device(tmp_path, monkeypatch):
+    """They are saved and loaded as the others, but checkpoints copy them."""
+    monkeypatch.setattr(optimizer_module, "PART_BYTES", 2000)
+    plain, moved = (
+        trainer_of(config_of(training={"offload": chosen, "offload_keep_gb": 1e-4})) for chosen in ("none", "optimizer")
+    )
+    optimizer = moved.backend.networks["policy"].optimizer
+    kept = [p for p in moved.backend.weights().values() if p not in optimizer.holds]
+    assert 0.5e5 < sum(8 * p.numel() for p in kept) <= 1e5 and 0 < optimizer._host.num_parts < len(optimizer._parts)
+    for trainer in (plain, moved):
+        for seed in range(2):
+            update(trainer, samples_of(seed), batch_of(samples_of(seed)))
+    save_state(moved, tmp_path)
+    other = trainer_of(moved._config)
+    asyncio.run(other.load(str(tmp_path)))
+    for trainer in (plain, other):
+        update(trainer, samples_of(5), batch_of(samples_of(5)))
+    assert same(weights_of(plain), weights_of(other)) and same(state_of(plain), state_of(other))
+
+
 def test_off_loaded_moments_fill_blocks(monkeypatch):
     """Pinned memory is a power of 2: the last block alone may be half empty. No two moments share an element."""
     monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 4 * 64)
+    monkeypatch.setattr(optimizer_module, "ALIGN", 1)
     parameters = [torch.empty(size) for size in (30, 3, 30, 100, 9, 20, 1)]
     host = HostMoments([parameters[:3], parameters[3:]], CPU)
     assert host._sized == [64, 64, 100, 100, 58]
