@@ -191,15 +191,12 @@ class HostMoments:
     @contextmanager
     def passing(self) -> Iterator[Callable[..., AbstractContextManager[None]]]:
         """Yields `carry`, for one part after another. At the end all moments are in host memory."""
-        device, compute = self._device, None
-        up = down = None
+        device, (compute, up, down) = self._device, _streams(self._device)
         most = max(self._sizes, default=0)
         largest = [min(most, PART_BYTES // 4) if i else most for i in range(min(SLOTS, len(self._sizes)))]
         slots = [torch.empty(size, dtype=torch.float32, device=device) for size in largest]
-        free: list[Any] = [None] * len(slots)  # when the last part has left a slot
-        if device.type == "cuda":
-            compute, up, down = torch.cuda.current_stream(device), *(torch.cuda.Stream(device) for _ in range(2))
-            free = [compute.record_event()] * len(slots)
+        # When the last part has left a slot: the memory is that of tensors which the compute stream may still use.
+        free: list[Any] = [compute.record_event() if compute is not None else None] * len(slots)
 
         @contextmanager
         def carry(number: int, entries: Mapping[Tensor, Mapping[str, Any]], new: Set[Tensor]) -> Iterator[None]:
@@ -293,6 +290,13 @@ def _room(tensor: Tensor) -> int:
 
 def _parameters_of(part: torch.optim.AdamW) -> Iterator[Tensor]:
     return (parameter for group in part.param_groups for parameter in group["params"])
+
+
+def _streams(device: torch.device) -> tuple[Any, Any, Any]:
+    """That of the computation, and two more. None: the device has no streams."""
+    if device.type != "cuda":
+        return None, None, None
+    return torch.cuda.current_stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """The trainer in a world of one process: packing, global denominators, padding, state, bad gradients, schedule."""
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -666,6 +668,70 @@ def test_off_loaded_parts_are_full_and_not_larger():
     parts = [[len(p) for p in part] for part in optimizer_module._parts(parameters, 8 * 8)]
     assert parts == [[3, 3], [3], [20], [4, 4], [1, 7]]
     assert [len(part) for part in optimizer_module._parts(parameters, None)] == [8]
+
+
+class LazyStream:
+    """A stream of a GPU that copies nothing before somebody waits for it: the latest that its device may be."""
+
+    current: "LazyStream | None" = None
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+
+    def run(self, count: int | None = None) -> None:
+        while self.done < (len(self.queue) if count is None else count):
+            self.done += 1
+            self.queue[self.done - 1]()
+
+    done = 0
+    synchronize = run
+
+    def record_event(self) -> Callable[[], object]:
+        return partial(self.run, len(self.queue))
+
+    def wait_event(self, event: Callable[[], object]) -> None:
+        self.queue.append(event)
+
+    def wait_stream(self, other: "LazyStream") -> None:
+        other.run()
+
+
+@contextlib.contextmanager
+def on_stream(stream: LazyStream) -> Iterator[None]:
+    LazyStream.current = stream
+    yield
+    LazyStream.current = None
+
+
+@pytest.mark.parametrize("part", [1, 2000])
+def test_off_loaded_moments_are_not_read_before_they_arrive(monkeypatch, part):
+    """Nor is their memory used again before they have left. Copies happen as late as streams and events allow."""
+    monkeypatch.setattr(optimizer_module, "PART_BYTES", part)
+    made: list[LazyStream] = []
+
+    def streams(device):
+        made.extend(LazyStream() for _ in range(3))
+        return made[-3:]
+
+    real, late = torch.Tensor.copy_, list[int]()
+
+    def copy(tensor, source, non_blocking=False):
+        if LazyStream.current is None:
+            return real(tensor, source, non_blocking)
+        late.append(len(LazyStream.current.queue))
+        LazyStream.current.queue.append(partial(real, tensor, source))
+        return tensor
+
+    plain, moved = (trainer_of(config_of(training={"offload": chosen})) for chosen in ("none", "optimizer"))
+    for seed in range(3):
+        update(plain, samples_of(seed), batch_of(samples_of(seed)))
+    monkeypatch.setattr(optimizer_module, "_streams", streams)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    for seed in range(3):
+        update(moved, samples_of(seed), batch_of(samples_of(seed)))
+    assert len(made) == 9 and len(late) > 50
+    assert same(weights_of(plain), weights_of(moved)) and same(state_of(plain), state_of(moved))
 
 
 def test_some_moments_stay_on_the_device(tmp_path, monkeypatch):
