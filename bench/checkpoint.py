@@ -309,6 +309,12 @@ async def measure_large(args: argparse.Namespace, device: torch.device) -> dict[
     step_s = statistics.median(np.diff(ends)[1:].tolist())
     result: dict[str, Any] = {"parameters": num_parameters, "step_s": step_s, "variants": {}}
     print(f"step {step_s:.3f} s without saves, of which rollout {args.rollout_s:.1f} s")
+    started = time.perf_counter()
+    await trainer.snapshot()
+    await trainer.compute(lambda: None)  # waits for the copy
+    result["first_copy_s"] = time.perf_counter() - started
+    await trainer.abandon()
+    print(f"first copy {result['first_copy_s']:.2f} s: it allocates the host memory, which later saves use again")
     widths = {"": -14, "stall s": 9, "% of step": 11, "copy s": 9, "write s": 9, "GB": 8, "of GB": 8, "GB/s": 7}
     head = "".join(f"{name:<14}" if width < 0 else f"{name:>{width}}" for name, width in widths.items())
     print(f"\n{head}{'host GB':>9}", flush=True)

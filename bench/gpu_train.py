@@ -1,12 +1,14 @@
 """Training alone on one GPU: tokens per second, share of the GPU's matrix rate, peak memory, and agreement of logprobs.
 
     python bench/gpu_train.py --model 1.5B                      # one H200: about three minutes
+    python bench/gpu_train.py --model 7B --sequences 128 --micro-tokens 8192 --lengths fixed --only compiled \\
+        --offload optimizer --updates 3 --no-checks
     python bench/gpu_train.py --model tiny --sequences 8        # a rehearsal on a CPU
 
 The policy has random weights, the full vocabulary and the shape of a Qwen2, of a Qwen3, or of a Qwen3.5: of that,
 three of four layers are linear attention, with the kernels of flash-linear-attention if they are installed. `fixed`:
 all sequences have --prompt and --response tokens. `mix`: response lengths are log-normal, cut at --response. AdamW is
-included.
+included; `optimizer s` is its part of the update. The first update of an off-loaded optimizer allocates host memory.
 MFU: model FLOPs per second over the published dense bfloat16 rate of the GPU. Model FLOPs per token: 6 x parameters
 (body and output layer) + 6 x layers with attention x width x length (causal); the recurrence of linear attention is not
 counted.
@@ -64,6 +66,8 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=512)
     parser.add_argument("--micro-tokens", type=int, default=0, help="training.max_tokens_per_gpu; 0: one micro-batch")
     parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--offload", choices=["none", "optimizer"], default="none", help="training.offload")
+    parser.add_argument("--keep-gb", type=float, default=0.0, help="training.offload_keep_gb")
     parser.add_argument("--lengths", nargs="+", choices=["fixed", "mix"], default=["fixed", "mix"])
     parser.add_argument("--profile", action="store_true", help="and the kernels that take the most time")
     parser.add_argument("--no-checks", action="store_true", help="without the comparison with the library")
@@ -83,6 +87,7 @@ def main() -> None:
         "peak GiB": 10,
         "first s": 9,
         "update s": 10,
+        "optimizer s": 13,
     }
     print(f"{'training path':<26}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
     for name, lengths in itertools.product(args.only, args.lengths):
@@ -159,7 +164,8 @@ def samples_of(args: argparse.Namespace, lengths: str) -> list[Sample]:
 
 def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> TrainerRank:
     compiles, checkpoints = VARIANTS[variant]
-    config = trainer_config(lr=1e-6, compile=compiles, activation_checkpointing=checkpoints)
+    options = {"offload": args.offload, "offload_keep_gb": args.keep_gb}
+    config = trainer_config(lr=1e-6, compile=compiles, activation_checkpointing=checkpoints, **options)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     make = partial(network_of, args, device)
     backend: Callable[[], Any] = partial(FsdpBackend, config, {"policy": NewNetwork(make)}, device, dtype)
@@ -191,6 +197,18 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
         metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SHAPES[args.model].hidden)
     )
     batch, trainer = with_advantages(batch, samples), trainer_of(args, variant, device)
+    backend: Any = trainer.backend
+    plain_step, step_s = backend.step, list[float]()
+
+    def timed_step(*given: Any) -> float:
+        synchronize(device)
+        started = time.perf_counter()
+        norm: float = plain_step(*given)
+        synchronize(device)
+        step_s.append(time.perf_counter() - started)
+        return norm
+
+    backend.step = timed_step
 
     async def update() -> float:
         await trainer.push(0, samples)
@@ -213,7 +231,7 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     mean_length = sum(sample.content.size**2 for sample in samples) / total
     flops = total * flops_per_token(args, mean_length) / best
     shares = f"{flops / rate:>16.1%}{mfu(flops, device_name(device)):>8}"
-    return f"{total / best:>10,.0f}{shares}{peak:>10.1f}{seconds[0]:>9.1f}{best:>10.3f}"
+    return f"{total / best:>10,.0f}{shares}{peak:>10.1f}{seconds[0]:>9.1f}{best:>10.3f}{min(step_s[1:]):>13.3f}"
 
 
 def show_profile(update: Callable[[], object]) -> None:

@@ -77,6 +77,9 @@ class Training(Section):
     AdamW, of which a part at a time is on the GPU during optimizer steps; `all`: the moments, the weights (on the GPU
     from the first pass of a step to the weight update) and the KL reference (on the GPU only during its own passes).
     `auto`: the least with which generation and training fit; `none` on a CPU."""
+    offload_keep_gb: NonNegative = 0.0
+    """With `offload`: GB of the policy's moments that stay on each GPU all the same; on ranks of a critic, of the
+    critic's. An optimizer step then moves less to the GPU and back, and every phase has less memory."""
     max_bad_updates: PositiveInt = 3
     """Updates with NaN or infinite gradients are skipped and counted, and their samples are written to
     `runs/NAME/bad_batches/` (the first 8 of each rank); this number of them in a row ends the run. A run

@@ -61,6 +61,7 @@ class TrainingRank:
     kl: bool = False  # with a KL reference
     adapters: int = 0  # trained parameters of adapters on frozen weights; 0: all weights are trained
     offload: Offload = "none"
+    keep: float = 0.0  # bytes of off-loaded moments that stay on the GPU
     cpu: bool = False
     float32: bool = False  # forward and backward in float32 on a GPU; on a CPU they always are
     compiled: bool = True
@@ -121,12 +122,12 @@ def training_memory(rank: TrainingRank) -> Memory:
         del phases["logprobs"]
     if rank.cpu:
         return Memory({phase: {} for phase in phases}, {phase: _some(parts) for phase, parts in phases.items()})
-    gpu, host = dict[Phase, Parts](), dict[Phase, Parts]()
+    gpu, host, kept = dict[Phase, Parts](), dict[Phase, Parts](), {"moments": min(rank.keep, state["moments"])}
     for phase, parts in phases.items():
         moved = off_gpu(rank.offload, phase)
-        gpu[phase] = _some({name: size for name, size in parts.items() if name not in moved})
-        kept = off_gpu(rank.offload) if phase != "start" else ()  # pinned host memory is kept for the next
-        host[phase] = _some({name: state[name] for name in kept if name in state})
+        gpu[phase] = _some({n: size if n not in moved else kept.get(n, 0.0) for n, size in parts.items()})
+        away = off_gpu(rank.offload) if phase != "start" else ()  # pinned host memory is kept for the next
+        host[phase] = _some({name: state[name] - kept.get(name, 0.0) for name in away if name in state})
     return Memory(gpu, host)
 
 
@@ -147,7 +148,7 @@ def _critic_rank(rank: TrainingRank) -> TrainingRank | None:
     """The critic of this rank as a network of its own: all of its weights are trained, and it has no vocabulary."""
     if rank.critic is None:
         return None
-    return replace(rank, shape=replace(rank.critic, tied=True), critic=None, adapters=0, kl=False)
+    return replace(rank, shape=replace(rank.critic, tied=True), critic=None, adapters=0, kl=False, keep=0.0)
 
 
 def _critic_phases(critic: TrainingRank, state: Parts, idle: Parts) -> tuple[dict[str, float], dict[str, float]]:
@@ -196,7 +197,7 @@ def _moments_at_once(rank: TrainingRank, moments: float) -> float:
     if rank.offload == "none" or rank.cpu:
         return moments
     largest = 0.0 if rank.adapters else 8.0 * rank.shape.table_parameters / rank.shard
-    return min(moments, (SLOTS - 1) * PART_BYTES + max(PART_BYTES, largest))
+    return min(moments, rank.keep + (SLOTS - 1) * PART_BYTES + max(PART_BYTES, largest))
 
 
 def _copies(rank: TrainingRank) -> float:

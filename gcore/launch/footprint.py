@@ -188,7 +188,10 @@ def _held_and_copied(
     held = off_gpu(_offload(config)) if plan.gpus else tuple(state)
     in_place = set[str]() if all_copied or not plan.gpus else {"moments", "critic moments"} & set(held)
     copied = sum(state.get(name, 0.0) for name in saved if name not in in_place) / max(1.0, copies)
-    return sum(state.get(name, 0.0) for name in held) / 2**20, copied * config.checkpoint.asynchronous / 2**20
+    kept = min(1e9 * config.training.offload_keep_gb, state["moments"]) if plan.gpus and "moments" in held else 0.0
+    copied += kept / max(1.0, copies) * bool(in_place)
+    held_mb = (sum(state.get(name, 0.0) for name in held) - kept) / 2**20
+    return held_mb, copied * config.checkpoint.asynchronous / 2**20
 
 
 def _offload(config: Config) -> Offload:

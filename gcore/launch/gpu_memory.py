@@ -134,6 +134,7 @@ def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
         critic=critic_shape(config, shape),
         # Those of a vision tower are few beside its activations: they are not counted, but not 0.
         adapters=max(1, "text" in lora.parts and adapter_parameters(shape, lora.rank, lora.targets)) if lora else 0,
+        keep=GB * training.offload_keep_gb,
         cpu=not plan.gpus,
         float32=training.dtype == "float32",
         compiled=training.compile is not False,

@@ -237,7 +237,8 @@ class FsdpBackend(Backend):
         training = self._settings_of(name)
         parameters = [p for p in lora.trainable_parameters(model.network).values() if p.requires_grad]
         scales = dict.fromkeys(self._tower(model.network), (training.vision_lr or 0.0) / (training.lr or 1.0))
-        return Optimizer(parameters, training, self.device, self._offload != "none", scales)
+        keep_bytes = 1e9 * training.offload_keep_gb if name == self._first else 0.0
+        return Optimizer(parameters, training, self.device, self._offload != "none", scales, keep_bytes)
 
     # ---- computation ----------------------------------------------------------------------------------------------
 

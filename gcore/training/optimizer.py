@@ -32,10 +32,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PART_BYTES = 2**30  # of the two moments of a part that is off-loaded; a larger parameter is a part of its own
 SLOTS = 3  # memory on the device for a part each; a larger parameter takes the first
 BLOCK_BYTES = 2**32  # of pinned host memory: PyTorch rounds every pinned allocation up to a power of 2
+ALIGN = 64  # elements: moments begin at multiples of it, for kernels that read several at a time
 
 
 class Optimizer:
-    """`offload`: keep the moments in host memory. `scales`: of the learning rates of some parameters."""
+    """`offload`: keep the moments in host memory, all but about `keep_bytes`. `scales`: of the learning rates of some
+    parameters."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class Optimizer:
         device: torch.device,
         offload: bool = False,
         scales: Mapping[Tensor, float] | None = None,
+        keep_bytes: float = 0.0,
     ) -> None:
         self._scales = dict(scales or {})
         self._parameters, self._max_norm, self._device = list(parameters), training.max_grad_norm, device
@@ -59,7 +62,7 @@ class Optimizer:
             )
             for part in parts
         ]
-        self._host = HostMoments(parts, device) if offload else None
+        self._host = HostMoments(_beyond(parts, keep_bytes), device) if offload else None
 
     @property
     def holds(self) -> Mapping[Tensor, Hold]:
@@ -100,8 +103,11 @@ class Optimizer:
         return float(norm)
 
     def _update_off_loaded(self, host: HostMoments) -> None:
+        kept = len(self._parts) - host.num_parts  # the first ones, whose moments stay on the device
+        for part in self._parts[:kept]:
+            part.step()
         with host.passing() as carry:
-            for number, part in enumerate(self._parts):
+            for number, part in enumerate(self._parts[kept:]):
                 updated = [p for p in _parameters_of(part) if p.grad is not None]
                 new = {parameter for parameter in updated if parameter not in part.state}
                 for parameter in new:
@@ -134,7 +140,7 @@ class Optimizer:
         """Moments of zero and a step count of 0, as those of a parameter that was never updated; to be overwritten."""
         part = next(part for part in self._parts if any(parameter is each for each in _parameters_of(part)))
         entry = part.state[parameter] = self._entry(parameter)
-        if self._host is not None:
+        if self._host is not None and parameter in self._host.holds:
             for name, home in self._host.of(parameter).items():
                 _set_local(entry[name], home.zero_())
 
@@ -147,14 +153,18 @@ class HostMoments:
     """Host memory of the moments of all parts, and their way over the device."""
 
     def __init__(self, parts: Sequence[Sequence[Tensor]], device: torch.device) -> None:
-        self._device, self._sizes = device, [sum(2 * local_of(p).numel() for p in part) for part in parts]
+        self._device, self._sizes = device, [sum(2 * _room(local_of(p)) for p in part) for part in parts]
         self._blocks, self._sized = list[Tensor | None](), list[int]()  # memory is allocated when it is first used
         self._places: dict[Tensor, list[tuple[int, int]]] = {}  # block and offset of each moment
         self.holds: dict[Tensor, Hold] = {}
         for part in parts:
             self.holds |= dict.fromkeys(part, Hold())
             for parameter in part:
-                self._places[parameter] = [self._place(local_of(parameter).numel()) for _ in MOMENTS]
+                self._places[parameter] = [self._place(_room(local_of(parameter))) for _ in MOMENTS]
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._sizes)
 
     def _place(self, size: int) -> tuple[int, int]:
         """In the first block that has room."""
@@ -172,7 +182,8 @@ class HostMoments:
         for name, (number, start) in zip(MOMENTS, self._places[parameter], strict=True):
             block = self._blocks[number]
             if block is None:
-                block = torch.empty(self._sized[number], pin_memory=self._device.type == "cuda")
+                pinned = self._device.type == "cuda"
+                block = torch.empty(self._sized[number], dtype=torch.float32, pin_memory=pinned)
                 self._blocks[number] = block
             found[name] = block[start : start + shape.numel()].view(shape)
         return found
@@ -180,15 +191,12 @@ class HostMoments:
     @contextmanager
     def passing(self) -> Iterator[Callable[..., AbstractContextManager[None]]]:
         """Yields `carry`, for one part after another. At the end all moments are in host memory."""
-        device, compute = self._device, None
-        up = down = None
+        device, (compute, up, down) = self._device, _streams(self._device)
         most = max(self._sizes, default=0)
         largest = [min(most, PART_BYTES // 4) if i else most for i in range(min(SLOTS, len(self._sizes)))]
-        slots = [torch.empty(size, device=device) for size in largest]
-        free: list[Any] = [None] * len(slots)  # when the last part has left a slot
-        if device.type == "cuda":
-            compute, up, down = torch.cuda.current_stream(device), *(torch.cuda.Stream(device) for _ in range(2))
-            free = [compute.record_event()] * len(slots)
+        slots = [torch.empty(size, dtype=torch.float32, device=device) for size in largest]
+        # When the last part has left a slot: the memory is that of tensors which the compute stream may still use.
+        free: list[Any] = [compute.record_event() if compute is not None else None] * len(slots)
 
         @contextmanager
         def carry(number: int, entries: Mapping[Tensor, Mapping[str, Any]], new: Set[Tensor]) -> Iterator[None]:
@@ -200,7 +208,7 @@ class HostMoments:
                 for name, home in homes[parameter].items():
                     view = slots[turn][start : start + home.numel()].view(home.shape)
                     pairs.append((view, home, entry[name], parameter in new))
-                    start += home.numel()
+                    start += _room(home)
             with _on(up, free[turn]):
                 for view, home, _, is_new in pairs:
                     if not is_new:
@@ -266,8 +274,29 @@ def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list
         yield part
 
 
+def _beyond(parts: Sequence[Sequence[Tensor]], num_bytes: float) -> Sequence[Sequence[Tensor]]:
+    """All parts after the first ones, whose moments take at most so many bytes."""
+    for number, part in enumerate(parts):
+        num_bytes -= sum(8 * local_of(parameter).numel() for parameter in part)
+        if num_bytes < 0:
+            return parts[number:]
+    return []
+
+
+def _room(tensor: Tensor) -> int:
+    """Elements that its moment takes in a block."""
+    return -(-tensor.numel() // ALIGN) * ALIGN
+
+
 def _parameters_of(part: torch.optim.AdamW) -> Iterator[Tensor]:
     return (parameter for group in part.param_groups for parameter in group["params"])
+
+
+def _streams(device: torch.device) -> tuple[Any, Any, Any]:
+    """That of the computation, and two more. None: the device has no streams."""
+    if device.type != "cuda":
+        return None, None, None
+    return torch.cuda.current_stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -316,11 +316,15 @@ def test_off_loaded_moments_are_copied_for_checkpoints_only_where_they_fit(confi
     (tmp_path / "7B" / "model.safetensors").touch()
     os.truncate(tmp_path / "7B" / "model.safetensors", 2 * 2**30)  # 1 Gi parameters in bfloat16; no bytes on the disk
 
-    def copied(memory_mb: int, *changes: str) -> float:
+    def copied(memory_mb: int, *changes: str, kept: float = 0.0) -> float:
+        """`kept`: MB of moments that stay on the GPU."""
+        changes = (*changes, f"training.offload_keep_gb={kept * 2**20 / 1e9}")
         asked = config("7B", "training.offload=optimizer", *changes)
         plan = make_plan(asked, replace(ONE, memory_mb=memory_mb))
         found = {part.what: part.each_mb for part in parts(asked, plan)}
-        assert found["trainer rank"] == 295 + 8 * 1024
+        assert found["trainer rank"] == pytest.approx(295 + 8 * 1024 - kept)
+        if kept:
+            return found["copy for checkpoints"]
         assert found.get("copy for checkpoints", 0) in (0, 4096, 4096 + 8192)
         assert copies_moments(asked, plan) == (found.get("copy for checkpoints", 0) != 4096)
         return found.get("copy for checkpoints", 0)
@@ -328,6 +332,7 @@ def test_off_loaded_moments_are_copied_for_checkpoints_only_where_they_fit(confi
     assert copied(64 * 1024) == copied(0) == 4096 + 8192
     assert copied(20 * 1024) == 4096
     assert copied(20 * 1024, "checkpoint.asynchronous=false") == 0
+    assert copied(20 * 1024, kept=1024) == pytest.approx(4096 + 1024)
 
 
 # ---- a critic with ranks of its own ----

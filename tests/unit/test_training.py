@@ -1,11 +1,13 @@
 """The trainer in a world of one process: packing, global denominators, padding, state, bad gradients, schedule."""
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -703,9 +705,94 @@ def test_off_loaded_parts_are_full_and_not_larger():
     assert [len(part) for part in optimizer_module._parts(parameters, None)] == [8]
 
 
+class LazyStream:
+    """A stream of a GPU that copies nothing before somebody waits for it: the latest that its device may be."""
+
+    current: "LazyStream | None" = None
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+
+    def run(self, count: int | None = None) -> None:
+        while self.done < (len(self.queue) if count is None else count):
+            self.done += 1
+            self.queue[self.done - 1]()
+
+    done = 0
+    synchronize = run
+
+    def record_event(self) -> Callable[[], object]:
+        return partial(self.run, len(self.queue))
+
+    def wait_event(self, event: Callable[[], object]) -> None:
+        self.queue.append(event)
+
+    def wait_stream(self, other: "LazyStream") -> None:
+        other.run()
+
+
+@contextlib.contextmanager
+def on_stream(stream: LazyStream) -> Iterator[None]:
+    LazyStream.current = stream
+    yield
+    LazyStream.current = None
+
+
+@pytest.mark.parametrize("part", [1, 2000])
+def test_off_loaded_moments_are_not_read_before_they_arrive(monkeypatch, part):
+    """Nor is their memory used again before they have left. Copies happen as late as streams and events allow."""
+    monkeypatch.setattr(optimizer_module, "PART_BYTES", part)
+    made: list[LazyStream] = []
+
+    def streams(device):
+        made.extend(LazyStream() for _ in range(3))
+        return made[-3:]
+
+    real, late = torch.Tensor.copy_, list[int]()
+
+    def copy(tensor, source, non_blocking=False):
+        if LazyStream.current is None:
+            return real(tensor, source, non_blocking)
+        late.append(len(LazyStream.current.queue))
+        LazyStream.current.queue.append(partial(real, tensor, source))
+        return tensor
+
+    plain, moved = (trainer_of(config_of(training={"offload": chosen})) for chosen in ("none", "optimizer"))
+    for seed in range(3):
+        update(plain, samples_of(seed), batch_of(samples_of(seed)))
+    monkeypatch.setattr(optimizer_module, "_streams", streams)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    for seed in range(3):
+        update(moved, samples_of(seed), batch_of(samples_of(seed)))
+    assert len(made) == 9 and len(late) > 50
+    assert same(weights_of(plain), weights_of(moved)) and same(state_of(plain), state_of(moved))
+
+
+def test_some_moments_stay_on_the_device(tmp_path, monkeypatch):
+    """They are saved and loaded as the others, but checkpoints copy them."""
+    monkeypatch.setattr(optimizer_module, "PART_BYTES", 2000)
+    plain, moved = (
+        trainer_of(config_of(training={"offload": chosen, "offload_keep_gb": 1e-4})) for chosen in ("none", "optimizer")
+    )
+    optimizer = moved.backend.networks["policy"].optimizer
+    kept = [p for p in moved.backend.weights().values() if p not in optimizer.holds]
+    assert 0.5e5 < sum(8 * p.numel() for p in kept) <= 1e5 and 0 < optimizer._host.num_parts < len(optimizer._parts)
+    for trainer in (plain, moved):
+        for seed in range(2):
+            update(trainer, samples_of(seed), batch_of(samples_of(seed)))
+    save_state(moved, tmp_path)
+    other = trainer_of(moved._config)
+    asyncio.run(other.load(str(tmp_path)))
+    for trainer in (plain, other):
+        update(trainer, samples_of(5), batch_of(samples_of(5)))
+    assert same(weights_of(plain), weights_of(other)) and same(state_of(plain), state_of(other))
+
+
 def test_off_loaded_moments_fill_blocks(monkeypatch):
     """Pinned memory is a power of 2: the last block alone may be half empty. No two moments share an element."""
     monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 4 * 64)
+    monkeypatch.setattr(optimizer_module, "ALIGN", 1)
     parameters = [torch.empty(size) for size in (30, 3, 30, 100, 9, 20, 1)]
     host = HostMoments([parameters[:3], parameters[3:]], CPU)
     assert host._sized == [64, 64, 100, 100, 58]

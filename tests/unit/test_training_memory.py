@@ -230,8 +230,12 @@ def test_the_least_that_fits_is_chosen():
     seven = choose(TrainingRank(SHAPES["7B"]), beside("7B"), H200)
     assert (seven.rank.checkpointing, seven.rank.offload, seven.worst) == (True, "optimizer", "backward")
     assert seven.host_peak == 8 * SHAPES["7B"].parameters and not seven.is_tight
+    keeping, moments = training_memory(replace(seven.rank, keep=20e9)), 8 * SHAPES["7B"].parameters
+    assert keeping.gpu["rollout"]["moments"] == keeping.gpu["backward"]["moments"] == 20e9
+    assert keeping.host["rollout"]["moments"] == moments - 20e9
     part = 8 * SHAPES["7B"].table_parameters  # of the embedding: more than 1 GiB, as the other two slots have
     assert seven.gpu["optimizer step"]["moments"] == part + 2 * GIB
+    assert keeping.gpu["optimizer step"]["moments"] == part + 2 * GIB + 20e9
     assert seven.reasons == (
         "activation_checkpointing=true: without it, the phase `backward` needs 161 of 149 GB",
         "offload=optimizer: with none, the phase `backward` needs 158 of 149 GB",
