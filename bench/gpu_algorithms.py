@@ -141,7 +141,7 @@ def main() -> None:
                 steps, accuracies, seconds = zip(*each["curve"], strict=True)
                 values = (accuracies[0], accuracies[-1], max(accuracies))
                 shown = " | ".join(f"{value:.3f}" for value in values)
-                took = f"{seconds[-1] / steps[-1]:.2f} | {each['preparation']:.0%}"
+                took = f"{seconds[-1] / steps[-1]:.2f} | {each.get('preparation', float('nan')):.0%}"
                 print(f"| {task} | {algorithm} | {seed} | {shown} | {took} |", flush=True)
     (Path(args.folder) / "curves.json").write_text(json.dumps(found))
     if found:
