@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from gcore.models.decoders import layers_of
+from gcore.models.decoders import CHUNKED, KINDS, SLIDING, layers_of, traits_of
+
+KEY_BLOCK = 32  # keys of a sequence are rounded up to a multiple: see embedded.py
 
 
 class LayerState:
@@ -174,9 +177,12 @@ class RowCache(Cache):
 
     Before each forward pass the engine calls `begin_prefill` (these rows, from one position on) or `begin_step` (one
     more token for each of the first n rows, each at its own position).
+
+    A layer with a window or chunks keeps as many keys as it can see, rounded up: `rings`, by the kind of layer. The key
+    at position p is in place p modulo that number, and replaces one that no token sees any more.
     """
 
-    def __init__(self, num_layers: int, filler: int = 0) -> None:
+    def __init__(self, num_layers: int, filler: int = 0, rings: Mapping[str, int] | None = None) -> None:
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
         self.index_keys: list[Tensor | None] = [None] * num_layers  # of indexers that choose what attention sees
@@ -184,6 +190,8 @@ class RowCache(Cache):
         self.states = [LayerState(self, number) for number in range(num_layers)]
         self.layers: Any = self.states  # transformers finds them here
         self.num_rows = self.length = self.read_length = 0
+        self.rings = dict(rings or {})
+        self.kinds: Sequence[str] = ()  # of the layers, where rings matter
         self._filler = filler  # before the first token, in states that are tokens
         self._rows: Tensor | None = None  # rows of the current prefill; None in a decoding step
         self.start = 0  # of the current prefill
@@ -222,15 +230,18 @@ class RowCache(Cache):
         for tensors in self._by_token:
             for i, old in enumerate(tensors):
                 if old is not None:
-                    new = old.new_zeros(self.num_rows, old.shape[1], self.length, old.shape[3])
+                    length = self._ring(tensors, i) or self.length
+                    new = old.new_zeros(self.num_rows, old.shape[1], length, old.shape[3])
                     new[: old.shape[0], :, : old.shape[2]] = old
                     tensors[i] = new
         for layer in self.states:
             layer.grow(self.num_rows)
 
-    def begin_prefill(self, rows: Tensor, width: int, start: int = 0) -> None:
-        """Of the tokens from `start` to `width`. Those before `start` are in the cache."""
+    def begin_prefill(self, rows: Tensor, width: int, start: int = 0, lengths: Tensor | None = None) -> None:
+        """Of the tokens from `start` to `width`. Those before `start` are in the cache. `lengths`: of the rows, if some
+        end before `width`."""
         self.reserve(0, width)
+        self._lengths = torch.full_like(rows, width) if lengths is None else lengths
         if start == 0:
             self._clear_index_keys(rows, 0)
         self._rows, self.write_at, self.start, self.read_length = rows, None, start, width
@@ -243,6 +254,33 @@ class RowCache(Cache):
         self.write_at = positions_B
         if (kept := self._positions[0]) is not None:
             kept[self.step_rows, :, positions_B] = (positions_B if turned_B is None else turned_B)[:, None, None]
+
+    def _ring(self, tensors: list[Tensor | None], layer: int) -> int | None:
+        """How many keys or values the layer keeps; None: all."""
+        of_attention = tensors is self.keys or tensors is self.values
+        ring = self.rings.get(self.kinds[layer]) if of_attention and self.kinds else None
+        return ring if ring is not None and ring < self.length else None
+
+    def _in_ring(self, ring: int, last_B: Tensor, number: int) -> Tensor:
+        """Positions of the keys in the first places, [rows, number], once the keys up to `last_B` are there; negative:
+        there is none yet."""
+        last_B1 = last_B[:, None]
+        return last_B1 - (last_B1 - torch.arange(number, device=last_B.device)) % ring
+
+    def visible(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The masks of the current forward pass, by kind of layer, for the keys that layers of this kind return."""
+        found = dict(masks)
+        for kind, mask in masks.items():
+            if (ring := self.rings.get(kind)) is None or ring >= self.length:
+                continue
+            if self.write_at is None:
+                found[kind] = mask[..., max(self.start - ring, 0) :]
+                continue
+            at_BK = self._in_ring(ring, self.write_at, min(ring, self.read_length))
+            hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+            gathered = mask.gather(-1, at_BK.clamp(min=0)[:, None, None])
+            found[kind] = gathered.masked_fill((at_BK < 0)[:, None, None], hidden)
+        return found
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -259,20 +297,35 @@ class RowCache(Cache):
 
     def _write(self, tensors: list[Tensor | None], layer: int, new_BHWD: Tensor) -> Tensor:
         """Of the current forward pass. Returns what its tokens may attend to."""
+        ring = self._ring(tensors, layer)
         if (kept := tensors[layer]) is None:
             heads, dim = new_BHWD.shape[1], new_BHWD.shape[3]
-            kept = tensors[layer] = new_BHWD.new_zeros(self.num_rows, heads, self.length, dim)
-        if self._rows is None:
-            kept[self.step_rows, :, self.write_at] = new_BHWD[:, :, 0]
-            return kept[: len(new_BHWD), :, : self.read_length]
+            kept = tensors[layer] = new_BHWD.new_zeros(self.num_rows, heads, ring or self.length, dim)
+        if self.write_at is not None:
+            kept[self.step_rows, :, self.write_at if ring is None else self.write_at % ring] = new_BHWD[:, :, 0]
+            return kept[: len(new_BHWD), :, : min(self.read_length, ring or self.read_length)]
+        if ring is not None:
+            return self._write_ring(kept, ring, new_BHWD)
         kept[self._rows, :, self.start : self.read_length] = new_BHWD
         return kept[self._rows, :, : self.read_length] if self.start else new_BHWD
+
+    def _write_ring(self, kept: Tensor, ring: int, new_BHWD: Tensor) -> Tensor:
+        """Keeps the last keys of each row. Returns those that the tokens of this prefill may attend to, in order."""
+        rows, start = self._rows, self.start
+        assert rows is not None
+        before = torch.arange(max(start - ring, 0), start, device=new_BHWD.device)
+        seen = torch.cat([kept[rows][:, :, before % ring], new_BHWD], 2) if start else new_BHWD
+        last_B = self._lengths.clamp(max=self.read_length) - 1
+        at_BK = self._in_ring(ring, last_B, ring) - start
+        index = at_BK.clamp(min=0)[:, None, :, None].expand(-1, new_BHWD.shape[1], -1, new_BHWD.shape[3])
+        kept[rows] = torch.where((at_BK >= 0)[:, None, :, None], new_BHWD.gather(2, index), kept[rows])
+        return seen
 
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
         for tensors in self._by_token:
             for tensor in tensors:
                 if tensor is not None:
-                    tensor[targets, :, :length] = tensor[source, :, :length]
+                    tensor[targets, :, :length] = tensor[source, :, :length].clone()
         self._clear_index_keys(targets, length)
         for layer in self.states:
             for tensor in layer.tensors:
@@ -338,7 +391,11 @@ def make_cache(network: Any) -> RowCache:
     config = network.config.get_text_config()
     if config.model_type != "minimax":
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        cache = RowCache(config.num_hidden_layers, ends[0] or 0)
+        traits = traits_of(network.config)
+        seen = {SLIDING: traits.window, CHUNKED: traits.chunk}
+        rings = {kind: -(-size // KEY_BLOCK) * KEY_BLOCK for kind, size in seen.items() if size is not None}
+        cache = RowCache(config.num_hidden_layers, ends[0] or 0, rings)
+        cache.kinds = [{"sliding": SLIDING, "chunked": CHUNKED}.get(KINDS[kind].mask, kind) for kind in traits.kinds]
         for number, layer in enumerate(layers_of(network)[1]):
             if (compressor := getattr(getattr(layer, "self_attn", None), "compressor", None)) is not None:
                 cache.states[number] = CompressedState(cache, number, compressor)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from gcore.content.families import FAMILIES
 from gcore.content.tokens import compact_experts, tokens_of
-from gcore.generation.cache import cache_argument, make_cache
+from gcore.generation.cache import KEY_BLOCK, cache_argument, make_cache
 from gcore.generation.decoding import FusedDecoder, RowTable, sample
 from gcore.generation.engine_shell import DecodeBackend, Ended, Job, Step, SteppedEngine
 from gcore.generation.media_prefill import MediaPrefill
@@ -44,7 +44,6 @@ from gcore.types import Floats, Request
 from gcore.weights.receiver import WeightReceiver, receiver_in_process
 
 ROW_BLOCK = 8
-KEY_BLOCK = 32
 SCORED_TOKENS = 16384  # per batch of `score`
 PREFILL_TOKENS = 16384  # per batch of prompts. A longer prompt is alone, and is prefilled in chunks
 PREFILL_CHUNK = 1024  # tokens: the mask of a chunk has this number of rows
@@ -172,6 +171,8 @@ class EmbeddedBackend(DecodeBackend):
             if media is not None:
                 inputs, feature_positions, blocks = media.inputs(tokens_BW, contents)
             chunk = PREFILL_CHUNK if width > PREFILL_TOKENS and media is None else width
+            firsts = torch.tensor([rows[0] for rows in part], device=self._device)
+            lengths = torch.from_numpy(self._rows.length[[rows[0] for rows in part]]).to(self._device)
             # not one token alone: layers with a state would take it for a decoding step
             bounds = [at for at in range(0, width, chunk) if width - at > 1 or not at]
             for first, last in itertools.pairwise([*bounds, width]):
@@ -180,7 +181,8 @@ class EmbeddedBackend(DecodeBackend):
                 seen = torch.arange(last, device=self._device) <= position[:, None]
                 masks = self._traits.masks(seen, position[:, None], self._model.dtype, blocks)
                 masks = {kind: mask.expand(len(part), 1, last - first, last) for kind, mask in masks.items()}
-                self._cache.begin_prefill(torch.tensor([rows[0] for rows in part], device=self._device), last, first)
+                self._cache.begin_prefill(firsts, last, first, lengths)
+                masks = self._cache.visible(masks)
                 if media is None:
                     inputs = {"input_ids": tokens_BW[:, first:last]}
                 passed = partial(self._hidden, inputs, positions, masks)
@@ -260,6 +262,7 @@ class EmbeddedBackend(DecodeBackend):
             self._rows.offset[n:padded] = 0
             positions_B = positions_B + torch.from_numpy(self._rows.offset[:padded].copy()).to(self._device)
         self._cache.begin_step(at_B, read_length, positions_B)
+        masks = self._cache.visible(masks)
         experts = None
         if self._fused is not None:
             masks_by_layer = [masks[kind] for kind in self._traits.kinds]

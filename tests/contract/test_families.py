@@ -694,6 +694,37 @@ def test_company_changes_no_bit_of_a_sample(name, folders):
 # --- long sequences
 
 
+@pytest.mark.parametrize("name", ["mistral", "qwen2-mixed", "gemma3", "gpt_oss", "llama4", "gemma3n", "deepseek_v4"])
+def test_the_cache_forgets_what_no_token_sees(name, folders, monkeypatch):
+    """Prompts of one pass and in chunks; rows that move and are used again; a cache that grows past the window."""
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 80)
+    monkeypatch.setattr(embedded, "PREFILL_CHUNK", 48)
+    rng, network = np.random.default_rng(5), ours(folders(name))
+    backend = EmbeddedBackend(network, max_concurrent=3, max_length=256)
+    engine = SteppedEngine(backend)
+    prompts = [rng.integers(3, VOCABULARY, n).astype(np.int32) for n in (9, 1, 70, 33, 130, 130, 64, 2)]
+    prompts[5] = prompts[4]
+    try:
+        for part in (slice(0, 2), slice(2, 8)):  # the first ones are shorter than the ring
+            asked = [
+                Request(Tokens(prompt), SamplingParams(max_tokens=12 + 9 * i, temperature=1.0), noise_key(0, i))
+                for i, prompt in enumerate(prompts[part])
+            ]
+            found = asyncio.run(engine.generate(asked))
+            plainly = reference(folders(name), name)
+            with torch.no_grad():
+                for prompt, completion in zip(prompts[part], found, strict=True):
+                    steps = completion.content.tokens_S
+                    want = plain(plainly, np.concatenate([prompt, steps]), len(steps))
+                    assert np.abs(completion.logprobs_S - want.numpy()).max() < close(name)
+    finally:
+        engine.close()
+    assert backend._cache.length > 150
+    for kind, keys in zip(backend._cache.kinds, backend._cache.keys, strict=True):
+        if keys is not None:
+            assert keys.shape[2] == (backend._cache.length if kind == "full_attention" else 32)
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
 def test_windows_in_sequences_longer_than_a_block_of_the_attention_kernel(name, folders):
     """Whole blocks of keys (512 on CPU) lie before the window then."""
