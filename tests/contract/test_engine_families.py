@@ -1,7 +1,6 @@
 """Today's families in vLLM and SGLang: the names of their weights, and what is computed where a CPU can compute it.
 
-vLLM's CPU build cannot make every network (CANNOT); names of these were compared with the sources by hand
-(docs/engines.md)."""
+vLLM's CPU build cannot make every network (CANNOT). The names of these were compared by hand (docs/engines.md)."""
 
 from __future__ import annotations
 
