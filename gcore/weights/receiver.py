@@ -176,6 +176,7 @@ class FolderWeights:
         self.shapes = dict(files.shapes)  # of the parameters in the network, tied ones once; empty: no safetensors
         self.stored = {name: name for name in files.shapes}  # name in the network -> name in the files
         self._files, self._network = files.shapes, network
+        self._joined = dict[str, Tensor]()  # have arrived, and wait for those that files join them with
         self._frozen = dict[str, Tensor]()  # what no trainer sends, and a sleep may drop
         if network is None:
             if getattr(config, "tie_word_embeddings", False):
@@ -192,23 +193,33 @@ class FolderWeights:
         """These tensors as the library loads them; with the `last` ones of an update, those that never change."""
         found = dict(self._frozen) if last else {}
         for name, tensor in tensors.items():
-            found |= {self.stored[name]: tensor} if name in self.stored else self._parts(name, tensor)
+            parts = {self.stored[name]: tensor} if name in self.stored else self._parts(name, tensor)
+            if parts is None:
+                self._joined[name] = tensor.clone()  # the sender may overwrite its memory
+            else:
+                found |= parts
+        if last and self._joined:
+            found |= self._reverted(self._joined)
+            self._joined = {}
         return found
 
-    def _parts(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """Of a tensor that transformers makes from those of files."""
+    def _parts(self, name: str, tensor: Tensor) -> Mapping[str, Tensor] | None:
+        """Of a tensor that transformers makes from those of files. None: files have it joined with others."""
         if self._network is None:
             return {name: tensor}
-        from transformers.core_model_loading import revert_weight_conversion
-
-        parts: dict[str, Tensor] = revert_weight_conversion(self._network, {name: tensor})
+        parts = self._reverted({name: tensor})
         shapes = [self._files.get(part, tuple(parts[part].shape)) for part in parts]
         if shapes == [tuple(part.shape) for part in parts.values()]:
             return parts
         sizes = [shape[0] for shape in shapes]
         if sum(sizes) == len(tensor):  # transformers splits evenly what was joined from parts of several sizes
             return dict(zip(parts, tensor.split(sizes), strict=True))
-        return {name: tensor}  # only a part of what files have as one
+        return None
+
+    def _reverted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._network, tensors))
 
 
 def _empty_network(folder: Path) -> Any:
