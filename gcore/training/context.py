@@ -70,6 +70,8 @@ def choose_method(config: Any, size: int, tensor_size: int, wanted: Literal["aut
     UserError if they cannot."""
     model = f"a model of type {config.model_type}"
     traits = traits_of(config)
+    if config.get_text_config() is not config:
+        raise UserError(f"{model} has a tower; expected 1 rank per sequence, got {size} ({KEY})")
     if others := sorted(set(traits.kinds) - {FULL, SLIDING}):
         raise UserError(
             f"{model} has layers of kind {', '.join(others)}; expected 1 rank per sequence, got {size} ({KEY})"

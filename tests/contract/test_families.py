@@ -34,6 +34,7 @@ from gcore.models.networks import auto_class, load_model, load_scorer, score_tex
 from gcore.models.recurrent import mixers_of
 from gcore.prompts.processor import media_family
 from gcore.training import varlen
+from gcore.training.context import choose_method
 from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 
@@ -821,6 +822,20 @@ def test_layer_types_that_the_model_ignores_change_nothing(folders, tmp_path):
     assert traits_of(config) == traits_of(FAMILIES["mistral"]())
     assert traits_of(config).kinds == ("sliding_attention",) * LAYERS
     assert traits_of(config).window == WINDOW
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("step3p7", "step3p7 has a tower"),
+        ("deepseek_v4", "has layers of kind compressed_sparse_attention, heavily_compressed_attention;"),
+        ("qwen4_exp", "has layers of kind indexed_attention, linear_attention;"),
+        ("mimo_v2_flash", "has attention sinks or capped scores, or no sdpa;"),
+    ],
+)
+def test_ranks_do_not_share_sequences_of_these_families(name, why):
+    with pytest.raises(UserError, match=f"{why}.*expected 1 rank per sequence, got 2"):
+        choose_method(FAMILIES[name](), 2, 1, "auto")
 
 
 def test_other_families_are_compared_at_the_start(tmp_path):
