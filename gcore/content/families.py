@@ -113,34 +113,23 @@ class FamilyModule(Protocol):
 
 
 IMAGES = "gcore.media.images"
-QWEN_TOKENS = ("image_token_id", "video_token_id")
+FRAME_TOKENS = ("image_token_id", "video_token_id")
 QWEN_MARKS = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
-QWEN3 = MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, marks=QWEN_MARKS)
+QWEN3 = MediaFamily(IMAGES, ("image", "video"), FRAME_TOKENS, grid=True, marks=QWEN_MARKS)
+IMAGES_ALONE = MediaFamily(IMAGES, ("image",), ("image_token_id",))
+AUDIO_ALONE = MediaFamily(AUDIO, ("audio",), ("audio_token_id",), "AutoModelForSeq2SeqLM", "audio_config")
 CLIP_MARK = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 FAMILIES: dict[str, MediaFamily] = {
-    "qwen2_5_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, timed=True),
+    "qwen2_5_vl": MediaFamily(IMAGES, ("image", "video"), FRAME_TOKENS, grid=True, timed=True),
     "qwen3_vl": replace(QWEN3, build=("vision", "qwen3")),
     "qwen3_5": replace(QWEN3, build=("vision", "qwen3_5_text")),
     "qwen3_5_moe": QWEN3,
     "qwen4_exp": QWEN3,
-    "gemma3": MediaFamily(IMAGES, ("image",), ("image_token_id",), blocks="all"),
-    "gemma4": MediaFamily(
-        IMAGES, ("image",), ("image_token_id", "video_token_id", "audio_token_id"), blocks="sliding_attention"
-    ),
-    "llama4": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
-    "internvl": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
-    "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
-    "smolvlm": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
-    "llava_onevision": MediaFamily(IMAGES, ("image",), ("image_token_id", "video_token_id")),
-    "qwen2_audio": MediaFamily(
-        AUDIO,
-        ("audio",),
-        ("audio_token_id",),
-        "AutoModelForSeq2SeqLM",
-        "audio_config",
-        build=("audio", "qwen2"),
-        marks=CLIP_MARK,
-    ),
+    "gemma3": replace(IMAGES_ALONE, blocks="all"),
+    "gemma4": replace(IMAGES_ALONE, tokens=(*FRAME_TOKENS, "audio_token_id"), blocks="sliding_attention"),
+    **dict.fromkeys(("llama4", "internvl", "idefics3", "smolvlm"), IMAGES_ALONE),
+    "llava_onevision": replace(IMAGES_ALONE, tokens=FRAME_TOKENS),
+    "qwen2_audio": replace(AUDIO_ALONE, build=("audio", "qwen2"), marks=CLIP_MARK),
 }
 # Have a tower that is not supported: the decoder is used, for prompts of text.
 TEXT_ALONE = {"step3p7", "glm5_next"}
@@ -148,10 +137,9 @@ UNSUPPORTED = {  # families that take media, and why engine and trainer do not r
     "gemma3n": ", whose tower is a network of the package timm (its text part alone: gemma3n_text)"
 }
 # modules: towers, projectors
-TOWERS = (
-    *("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "connector"),
-    *("embed_vision",),
-)
+TOWERS = {
+    *("visual", "vision_tower", "vision_model", "embed_vision", "audio_tower", "multi_modal_projector", "connector")
+}
 
 
 def kind_module(kind: str) -> KindModule:

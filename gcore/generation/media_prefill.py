@@ -11,16 +11,7 @@ from torch import Tensor
 
 from gcore.content.tokens import Tokens
 from gcore.models.decoders import Traits
-from gcore.models.towers import (
-    Features,
-    blocks_of,
-    embed,
-    encode,
-    next_position,
-    positions_of,
-    prepare,
-    unique,
-)
+from gcore.models.towers import Features, blocks_of, embed, encode, next_position, positions_of, prepare, unique
 
 MAX_KEPT = 1 << 24  # tokens x width of the features that are kept for later requests
 

@@ -30,6 +30,7 @@ import torch
 
 from gcore.config.engines import DEFAULT_ENGINE
 from gcore.content.media import resolve
+from gcore.content.processor import FILES
 from gcore.content.tokens import tokens_of
 from gcore.generation.sleep import GIB
 from gcore.generation.spec import LibraryOptions
@@ -37,7 +38,6 @@ from gcore.generation.vllm_run import PLANNED_STEPS
 from gcore.types import Request, UserError
 
 log = logging.getLogger(__name__)
-PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch's: CUDA libraries, NCCL
 
 
@@ -109,7 +109,7 @@ def open_core(folder: Path, options: LibraryOptions) -> Any:
 
 def takes_images(model: Any, folder: Path) -> bool:
     """`model`: vLLM's configuration of it. Without the files of a processor, a model with towers serves text alone."""
-    return bool(model.is_multimodal_model) and any((folder / name).is_file() for name in PROCESSORS)
+    return bool(model.is_multimodal_model) and any((folder / name).is_file() for name in FILES[:2])
 
 
 def _prepare_runs(arguments: Any, model: Any, options: LibraryOptions) -> None:

@@ -118,7 +118,7 @@ def make_ready(config: Config, cluster: Cluster, trains: bool = True) -> ReadyRu
     config = memory.config
     if config.generation.media == "auto":
         media = any(data.has_media for data in datasets)
-        config = config.model_copy(update={"generation": config.generation.model_copy(update={"media": media})})
+        config = config.changed("generation", media=media)
     return ReadyRun(config, plan, mode_note, memory, warnings, datasets, tokenizer)
 
 

@@ -27,34 +27,28 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+QWEN = ("qwen2_vl", "Qwen2VLImageProcessorPil")
 PROCESSORS = {  # class in transformers; transformers.models.MODULE.image_processing_pil_MODULE, and the class there
-    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil"),
-    "qwen3_vl": ("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil"),
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe", "qwen4_exp"), ("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil")
-    ),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", *QWEN),
+    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), ("Qwen3VLProcessor", *QWEN)),
     "gemma3": ("Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil"),
+    "gemma4": ("", "gemma4", "Gemma4ImageProcessorPil"),  # its processor needs torchvision
     "llama4": ("Llama4Processor", "llama4", "Llama4ImageProcessor"),
     "internvl": ("InternVLProcessor", "got_ocr2", "GotOcr2ImageProcessorPil"),
     "idefics3": ("Idefics3Processor", "idefics3", "Idefics3ImageProcessorPil"),
     "smolvlm": ("SmolVLMProcessor", "smolvlm", "SmolVLMImageProcessorPil"),
     "llava_onevision": ("LlavaOnevisionProcessor", "llava_onevision", "LlavaOnevisionImageProcessorPil"),
 }
-PICTURES_ONLY = {"gemma4": ("gemma4", "Gemma4ImageProcessorPil")}  # their processors need torchvision
 NEED_TORCHVISION = ("llama4",)  # transformers has no image processor for Pillow
 INPUTS = (
     *("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "batch_num_images"),
-    *("image_position_ids",),
+    "image_position_ids",
 )
 SETTINGS = (
-    "patch_size",
-    "pixel_shuffle_ratio",
-    "image_seq_len",
-    "image_seq_length",
-    "num_image_tokens",
+    *("patch_size", "pixel_shuffle_ratio", "image_seq_len", "image_seq_length", "num_image_tokens"),
     "vision_feature_select_strategy",
 )
-TILES_OF_ONE_SIZE = ("gemma3", "internvl")
+TILES_OF_ONE_SIZE = ("gemma3", "internvl", "llama4")
 
 
 class Images:
@@ -63,11 +57,11 @@ class Images:
     def __init__(self, processor: Any, family: str) -> None:
         self._processor, self._family = processor, family
         self.placeholder: str = processor.image_token
-        settings: dict[str, Any] = {}
-        if family not in PICTURES_ONLY:
+        self._options: dict[str, Any] = {}
+        if PROCESSORS[family][0]:
             settings = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs={})
-        as_tensors = {"return_tensors": "pt" if family in NEED_TORCHVISION else None}
-        self._options: dict[str, Any] = {**settings.get("images_kwargs", {}), **as_tensors}
+            self._options |= settings["images_kwargs"]
+        self._options["return_tensors"] = "pt" if family in NEED_TORCHVISION else None
         tokenizer = processor.tokenizer
         # of Gemma, the placeholder is the mark before the features
         mark = getattr(processor, "img_patch_token", self.placeholder)
@@ -149,16 +143,16 @@ def _both(processor: Any, family: str, videos: Mapping[str, Any]) -> dict[str, K
 
 def make_processor(family: str, image: Mapping[str, Any], settings: Mapping[str, Any], tokenizer: Any) -> Any:
     """The processor of transformers. It insists on a video processor, which needs torchvision: it gets none."""
-    *names, module, kind = PICTURES_ONLY.get(family) or PROCESSORS[family]
+    name, module, kind = PROCESSORS[family]
     if family in NEED_TORCHVISION and importlib.util.find_spec("torchvision") is None:
         raise UserError(f"the image processor of {family} needs torchvision: pip install torchvision")
     pil = "" if family in NEED_TORCHVISION else "pil_"
     pictures = importlib.import_module(f"transformers.models.{module}.image_processing_{pil}{module}")
     unused = ("processor_class", "image_processor_type", "feature_extractor_type", "auto_map")
     image_processor = getattr(pictures, kind)(**{k: v for k, v in image.items() if k not in unused})
-    if not names:
+    if not name:
         return _Gemma4(image_processor, tokenizer)
-    name, transformers = names[0], importlib.import_module("transformers")
+    transformers = importlib.import_module("transformers")
     lenient = type(name, (getattr(transformers, name),), {"check_argument_for_proper_class": lambda *_: None})
     video = {} if family in ("gemma3", "idefics3", "llama4") else {"video_processor": None}
     options = {name: settings[name] for name in SETTINGS if name in settings}
@@ -240,15 +234,14 @@ def encode(network: Any, media: Sequence[Media]) -> list[tuple[Tensor, ...]]:
     if family == "gemma4":
         pixels, places = (torch.cat([own[name] for own in inputs]) for name in ("pixel_values", "image_position_ids"))
         return [(part,) for part in model.get_image_features(pixels, places).pooler_output]
-    if family == "llama4":
-        sizes, dtype = [len(own["pixel_values"]) for own in inputs], network.vision_model.dtype
-        pixels = torch.cat([own["pixel_values"] for own in inputs]).to(dtype)  # the others convert them
-        tiles = network.get_image_features(pixels).last_hidden_state
-        return [(part.flatten(0, 1),) for part in network.multi_modal_projector(tiles).split(sizes)]
     if family in TILES_OF_ONE_SIZE:
-        sizes = [len(own["pixel_values"]) for own in inputs]
-        found = model.get_image_features(torch.cat([own["pixel_values"] for own in inputs]), **_options(network))
-        return [(part.flatten(0, 1),) for part in found.pooler_output.split(sizes)]
+        pixels, sizes = torch.cat([own["pixel_values"] for own in inputs]), [len(own["pixel_values"]) for own in inputs]
+        if family == "llama4":  # the others convert the pixels, and project the tiles
+            tiles = network.get_image_features(pixels.to(network.vision_model.dtype)).last_hidden_state
+            features = network.multi_modal_projector(tiles)
+        else:
+            features = model.get_image_features(pixels, **_options(network)).pooler_output
+        return [(part.flatten(0, 1),) for part in features.split(sizes)]
     return [(_encode_alone(network, own),) for own in inputs]
 
 
@@ -346,6 +339,6 @@ def smallest(network: Any) -> Media:
     else:
         edges = vision.image_size if isinstance(vision.image_size, list | tuple) else (vision.image_size,) * 2
         pixels = np.ones((1, 3, *edges), np.float32)
-        inputs = {"pixel_values": pixels if family in (*TILES_OF_ONE_SIZE, "llama4") else pixels[None]}
+        inputs = {"pixel_values": pixels if family in TILES_OF_ONE_SIZE else pixels[None]}
         inputs |= {"image_sizes": np.array([edges]), "batch_num_images": np.array([2])}
     return Media("image", "", np.zeros((1, 1, 3), np.uint8), inputs)
