@@ -32,7 +32,7 @@ from gcore.generation.sglang_core import SglangServer, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
 from gcore.generation.spec import EngineSpec, LibraryOptions
 from gcore.types import Finish, Floats, Request, UserError
-from gcore.weights.receiver import FolderWeights, WeightReceiver, base_of
+from gcore.weights.receiver import FolderWeights, WeightReceiver
 
 T = TypeVar("T")
 
@@ -69,11 +69,10 @@ class SglangBackend(DecodeBackend):
         self._server = open_server(self._folder, options)
         config = self._server.manager.model_config
         self._weights = FolderWeights(self._folder, config.hf_text_config)
-        shapes, stored = self._weights.shapes, self._weights.stored
-        base = base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False, stored)
+        base = self._weights.base(options.adapters, options.device, config.dtype)
         self._server.manager.auto_create_handle_loop()
         memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
-        return WeightReceiver(shapes, base), memory
+        return WeightReceiver(self._weights.shapes, base), memory
 
     def _result_of(self, work: Coroutine[Any, Any, T]) -> T:
         """The result. All tasks go on meanwhile."""

@@ -44,7 +44,7 @@ from gcore.generation.vllm_core import (
 from gcore.generation.vllm_run import DecodeRuns, NewTokens, generated
 from gcore.models.decoders import forbidden_tokens
 from gcore.types import Finish, Floats, Request, UserError
-from gcore.weights.receiver import FolderWeights, WeightReceiver, base_of
+from gcore.weights.receiver import FolderWeights, WeightReceiver
 
 NEVER = -100.0  # the lowest logit bias of vLLM; a probability of at most e^-100 is lost
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -87,10 +87,9 @@ class VllmBackend(DecodeBackend):
         self._runs = DecodeRuns.of(core, options.decode_steps, tuple(self._never))
         self._frees = options.sleep and not is_cpu()
         self._weights, device = FolderWeights(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
-        shapes, stored = self._weights.shapes, self._weights.stored
-        base = base_of(self._folder, shapes, options.adapters, device, config.dtype, whole, stored)
+        base = self._weights.base(options.adapters, device, config.dtype, whole)
         memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
-        return WeightReceiver(shapes, base, whole), memory
+        return WeightReceiver(self._weights.shapes, base, whole), memory
 
     def close(self) -> None:
         self._jobs.clear()

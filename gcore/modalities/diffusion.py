@@ -84,10 +84,9 @@ class Diffusion:
 
     def cost_model(self, info: TrainerInfo) -> CostModel:
         if self.config.model.path is not None and (shape := shape_of(*self._layers)) is not None:
-            two = (
-                self._spec.guidance_scale != 1 and not shape.embeds_guidance
-            )  # passes, whose tokens are counted as one
-            return replace(shape.cost, crossover=shape.cost.crossover * (2 if two else 1))
+            # the tokens of the two passes of guidance are counted once
+            passes = 1 if self._spec.guidance_scale == 1 or shape.embeds_guidance else 2
+            return replace(shape.cost, crossover=shape.cost.crossover * passes)
         return CostModel(crossover=12.0 * info.hidden_size, causal=False)  # 12 matrices of this width in a layer
 
     def engine(self, spec: EngineSpec) -> Engine:
@@ -120,13 +119,10 @@ class Diffusion:
 
         config, training = self.config, self.config.training
         velocity = config.algorithm.kl_estimator == "velocity"
-        chooses = (
-            training.activation_checkpointing == "auto" and device.type == "cuda" and config.model.path is not None
-        )
-        row_bytes = self._row_bytes if chooses else 0.0
-        wrap = functools.partial(
-            DenoiseModel, spec=self._spec, seed=config.run.seed, velocity=velocity, row_bytes=row_bytes
-        )
+        chooses = training.activation_checkpointing == "auto" and device.type == "cuda"
+        wrap = functools.partial(DenoiseModel, spec=self._spec, seed=config.run.seed, velocity=velocity)
+        if chooses and config.model.path is not None:
+            wrap = functools.partial(wrap, row_bytes=self._row_bytes)
         make = functools.partial(load_denoiser, config, device, torch.float32, encoders=False)
         return FsdpBackend(config, {"policy": NewNetwork(make, wrap)}, device, dtype, shard)
 

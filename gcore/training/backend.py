@@ -106,6 +106,10 @@ class Backend(ABC):
     def _new_of(self, name: NetworkName) -> NewNetwork:
         return self._new["critic" if name == "critic" else "policy"]
 
+    def _compile(self, layers: Iterable[nn.Module]) -> None:
+        if self._compute.compiled:
+            compile_each(layers, must=self._config.training.compile is True)
+
     def _settings_of(self, name: NetworkName) -> Training:
         """Of its optimizer."""
         training, critic = self._config.training, self._config.critic
@@ -220,10 +224,6 @@ class Backend(ABC):
             torch.cuda.empty_cache()
 
 
-def compiles(training: Training, device: torch.device) -> bool:
-    return device.type == "cuda" if training.compile == "auto" else training.compile
-
-
-def compile_layers(layers: Iterable[nn.Module], compute: Compute, training: Training) -> None:
-    if compute.compiled:
-        compile_each(layers, must=training.compile is True)
+def compute_of(training: Training, device: torch.device, dtype: torch.dtype, tensor: int, context: int) -> Compute:
+    compiled = device.type == "cuda" if training.compile == "auto" else training.compile
+    return Compute(device, dtype, compiled, tensor, training.context_attention, context)

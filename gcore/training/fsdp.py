@@ -28,13 +28,13 @@ from gcore.config.tree import Config
 from gcore.models.towers import takes_media, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import lora, state, tensor_parallel
-from gcore.training.backend import Backend, Network, NewNetwork, by_sample, compile_layers, compiles
+from gcore.training.backend import Backend, Network, NewNetwork, by_sample, compute_of
 from gcore.training.logprob_model import LogprobModel, Packed, own_experts
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.optimizer import MOMENTS, Optimizer
 from gcore.training.shards import copy_weights, fill, local_of, reshard
 from gcore.training.state import NetworkName, TrainedName
-from gcore.training.step_model import Compute, StepBatch, Wrap
+from gcore.training.step_model import StepBatch, Wrap
 from gcore.types import Key, MicroBatch
 
 TOKENS_AT_ONCE, MOST_AT_ONCE = 1 << 16, 4  # without gradients: tokens, and micro-batches of the update
@@ -167,10 +167,7 @@ class FsdpBackend(Backend):
         tensor: int = 1,
         context: int = 1,
     ) -> None:
-        compute = Compute(
-            device, dtype, compiles(config.training, device), tensor, config.training.context_attention, context
-        )
-        super().__init__(config, new, compute)
+        super().__init__(config, new, compute_of(config.training, device, dtype, tensor, context))
         shape = (self._data_size // shard, shard, tensor)
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "tensor"))
         offload = config.training.offload
@@ -218,7 +215,7 @@ class FsdpBackend(Backend):
         mixed = mixed_precision(self._compute.dtype)
         mesh = self._mesh["copies", "shards"] if self._mesh.size(0) > 1 else self._mesh["shards"]
         layers = model.layers
-        compile_layers(layers, self._compute, self._config.training)
+        self._compile(layers)
         if self._shard_size > 1 or self.device.type == "cuda":  # else nothing is gathered, one reduction is enough
             size = 1 if self._shard_size > 1 else LAYERS_PER_GROUP
             for first in range(0, len(layers), size):

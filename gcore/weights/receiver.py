@@ -175,7 +175,7 @@ class FolderWeights:
         files, network = WeightFiles(folder), _empty_network(folder)
         self.shapes = dict(files.shapes)  # of the parameters in the network, tied ones once; empty: no safetensors
         self.stored = {name: name for name in files.shapes}  # name in the network -> name in the files
-        self._files, self._network = files.shapes, network
+        self._folder, self._files, self._network = folder, files.shapes, network
         self._joined = dict[str, Tensor]()  # have arrived, and wait for those that files join them with
         self._frozen = dict[str, Tensor]()  # what no trainer sends, and a sleep may drop
         if network is None:
@@ -221,6 +221,22 @@ class FolderWeights:
 
         return dict(revert_weight_conversion(self._network, tensors))
 
+    def base(self, adapters: Adapters | None, device: str, dtype: torch.dtype, whole: bool = False) -> Base | None:
+        """With adapters, the weights that they are added to; all weights if `whole`. Without adapters, None."""
+        if adapters is None:
+            return None
+        matrices = {f"{layer}.weight" for layer in adapters.layers}
+        files = WeightFiles(self._folder)
+        parts = files.shapes.keys() - set(self.stored.values()) if whole else set()  # of stacked tensors
+        names = (set(self.shapes) if whole else matrices) & self.stored.keys()
+        tensors = {name: files.read(self.stored.get(name, name)) for name in sorted(names | parts)}
+        if missing := sorted(matrices - tensors.keys()):
+            raise UserError(
+                f"model.lora: {self._folder} has no safetensors with {missing[0]} ({len(missing)} in all), which "
+                "adapters need"
+            )
+        return Base(adapters, tensors, torch.device(device), dtype)
+
 
 def _empty_network(folder: Path) -> Any:
     """Without memory. None: transformers does not have it."""
@@ -232,28 +248,3 @@ def _empty_network(folder: Path) -> Any:
             return auto_class(config).from_config(config)
     except (OSError, ValueError, KeyError):
         return None
-
-
-def base_of(
-    folder: Path,
-    shapes: Shapes,
-    adapters: Adapters | None,
-    device: str,
-    dtype: torch.dtype,
-    whole: bool,
-    stored: Mapping[str, str] | None = None,
-) -> Base | None:
-    """With adapters, the weights that they are added to; all weights if `whole`. Without adapters, None. `stored`: name
-    in the network -> name in the files, if they differ."""
-    if adapters is None:
-        return None
-    names = set(shapes) if whole else {f"{layer}.weight" for layer in adapters.layers}
-    files = WeightFiles(folder)
-    stored = {name: name for name in files.shapes} if stored is None else stored
-    parts = files.shapes.keys() - set(stored.values()) if whole else set()  # of stacked tensors
-    tensors = {name: files.read(stored.get(name, name)) for name in sorted(names & stored.keys() | parts)}
-    if missing := sorted({f"{layer}.weight" for layer in adapters.layers} - tensors.keys()):
-        raise UserError(
-            f"model.lora: {folder} has no safetensors with {missing[0]} ({len(missing)} in all), which adapters need"
-        )
-    return Base(adapters, tensors, torch.device(device), dtype)

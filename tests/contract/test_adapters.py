@@ -237,12 +237,14 @@ def test_on_a_gpu_the_targets_alone_are_loaded_and_weights_are_never_dropped(mon
     model = PolicyModel(path=str(tmp_path), lora=Lora(rank=4, alpha=6.0, targets=["q_proj", "mlp.down_proj"]))
     adapters = adapters_in(tmp_path, model)
     assert adapters is not None and adapters == adapters_of(base, model.lora)
-    core, on_cpu = Core(), vllm.base_of
+    core, base_on = Core(), receiver.FolderWeights.base
     monkeypatch.setattr(vllm, "open_core", lambda folder, options: core)
     monkeypatch.setattr(vllm, "shut_core", lambda core: None)
     monkeypatch.setattr(vllm, "is_cpu", lambda: False)
     monkeypatch.setattr(
-        vllm, "base_of", lambda folder, shapes, adapters, device, *rest: on_cpu(folder, shapes, adapters, "cpu", *rest)
+        receiver.FolderWeights,
+        "base",
+        lambda weights, adapters, device, *rest: base_on(weights, adapters, "cpu", *rest),
     )
     monkeypatch.setattr(receiver, "CHUNK_BYTES", 128 * 128 * 2)  # as large as q_proj, larger than down_proj
     engine = SteppedEngine(vllm.VllmBackend(tmp_path, LibraryOptions(4, 64, sleep=True, adapters=adapters)))
@@ -284,4 +286,4 @@ def test_a_bucket_whose_loading_failed_may_be_repeated(base, adapters, monkeypat
 
 def test_a_folder_without_the_matrices_is_the_users_to_mend(base, adapters, tmp_path):
     with pytest.raises(UserError, match=r"model\.lora: .* no safetensors with model\.layers\.0"):
-        receiver.base_of(tmp_path, {}, adapters, "cpu", torch.float32, whole=False)
+        receiver.FolderWeights(tmp_path).base(adapters, "cpu", torch.float32)

@@ -33,7 +33,7 @@ from gcore.training.critic import ValueModel, open_critic, value_model
 from gcore.training.media_model import MediaLogprobModel
 from gcore.training.shards import fill
 from gcore.types import Completion, Prompt, Request, Sample, SamplingParams, UserError
-from gcore.weights.receiver import FolderWeights, base_of
+from gcore.weights.receiver import FolderWeights
 from tests.vision_families import CONFIGS, computed, made_once, off, picture, processor, save
 
 CPU = torch.device("cpu")
@@ -153,10 +153,10 @@ def test_adapters_are_added_to_the_weights_of_the_network(family, worlds):
     folder, parameters = Path(str(worlds(family).model.path)), dict(worlds(family).network.named_parameters())
     model = PolicyModel(path=str(folder), lora=Lora(rank=2, parts=["text", "vision"]))
     adapters, weights = adapters_in(folder, model), FolderWeights(folder)
-    shapes, stored = weights.shapes, weights.stored
+    shapes = weights.shapes
     assert adapters is not None and any("vis" in layer for layer in adapters.layers)
     for whole in (False, True):
-        base = base_of(folder, shapes, adapters, "cpu", torch.float32, whole, stored)
+        base = weights.base(adapters, "cpu", torch.float32, whole)
         assert base is not None and (whole or base.tensors.keys() == _matrices(adapters))
         # files have experts one by one, and tables of n-grams in parts, and so they are sent
         other = base.tensors.keys() ^ shapes.keys() if whole else ()

@@ -562,7 +562,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Ahead]]:
     monkeypatch.setattr(vllm, "open_core", lambda folder, options: core)
     monkeypatch.setattr(vllm, "shut_core", lambda core: None)
     monkeypatch.setattr(vllm, "is_cpu", lambda: False)
-    weights = SimpleNamespace(shapes={"a": (), "b": ()}, stored={}, as_stored=lambda tensors, last: tensors)
+    weights = SimpleNamespace(shapes={"a": (), "b": ()}, base=lambda *_: None, as_stored=lambda tensors, last: tensors)
     monkeypatch.setattr(vllm, "FolderWeights", lambda folder, config: weights)
     options = LibraryOptions(max_concurrent=4, max_length=10**6, sleep=True)
     engine = SteppedEngine(vllm.VllmBackend(Path("no-such-folder"), options))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
-from gcore.training.backend import Backend, NewNetwork, by_sample, compile_layers, compiles
+from gcore.training.backend import Backend, NewNetwork, by_sample, compute_of
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.megatron import cpu
 from gcore.training.megatron.model import Row
@@ -30,7 +30,6 @@ from gcore.training.megatron.network import MegatronNetwork
 from gcore.training.megatron.weights import Gatherer, fill
 from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.state import NetworkName, TrainedName
-from gcore.training.step_model import Compute
 from gcore.types import Key, MicroBatch, Topology
 from gcore.weights.bucket import Parameter
 
@@ -48,8 +47,7 @@ class MegatronBackend(Backend):
         topology: Topology,
         context: int = 1,
     ) -> None:
-        compiled = compiles(config.training, device)
-        compute = Compute(device, dtype, compiled, topology.tensor, config.training.context_attention, context)
+        compute = compute_of(config.training, device, dtype, topology.tensor, context)
         super().__init__(config, new, compute, topology.pipeline)
         if device.type == "cpu":
             cpu.patch()
@@ -74,7 +72,7 @@ class MegatronBackend(Backend):
         empty = new.make()
         network = MegatronNetwork(empty, self._topology, self._compute, recompute, critic=name == "critic")
         for chunk in network.chunks:
-            compile_layers(chunk.decoder.layers, self._compute, self._config.training)
+            self._compile(chunk.decoder.layers)
         if name == "reference" or new.open is None:
             network.copy(self.networks["policy"])
         else:
