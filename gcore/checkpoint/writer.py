@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gcore.checkpoint.store import write_file
 from gcore.checkpoint.tensors import Hold, Shard, header, split_into_files
-from gcore.types import FileEntry, Written
+from gcore.types import Written
 
 BLOCK_BYTES = 2**30  # of pinned host memory: PyTorch rounds every pinned allocation up to a power of 2
 PIECE_BYTES = 2**25  # between two checks whether the save was abandoned
@@ -148,11 +148,6 @@ class BackgroundWriter:
         self._copied = self._written = None
         self._forget()
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that computation has waited for the staged snapshot, until now."""
-        return self._waited_s + sum(hold.waited_s for hold in self._holds)
-
     def _forget(self) -> None:
         """References would keep memory alive that an off-load wants to free."""
         self._snapshot = Snapshot({})
@@ -212,30 +207,29 @@ class BackgroundWriter:
             for group in snapshot.shards:
                 (folder / group).mkdir(exist_ok=True)
             with ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="checkpoint") as threads:
-                jobs = [threads.submit(self._write_one, folder, *file) for file in self._files()]
-                files |= dict(job.result() for job in jobs)
+                jobs = {name: threads.submit(write_file, folder / name, parts) for name, parts in self._files()}
+                files |= {name: job.result() for name, job in jobs.items()}
         except (OSError, Abandoned) as error:
             return Written({}, error=f"{type(error).__name__}: {error}")
         finally:
             if not self._copies or self._holds:
                 self._forget()
-        return Written(files, self.waited_s, copy_s, time.perf_counter() - started)
+        waited_s = self._waited_s + sum(hold.waited_s for hold in self._holds)
+        return Written(files, waited_s, copy_s, time.perf_counter() - started)
 
-    def _write_one(self, folder: Path, name: str, file: Sequence[Shard], start: int) -> tuple[str, FileEntry]:
-        return name, write_file(folder / name, self._contents(header(file), self._pieces(name, file, start)))
-
-    def _files(self) -> Iterator[tuple[str, list[Shard], int]]:
-        """Path in the folder, shards, and where their copies start in host memory; held shards first."""
+    def _files(self) -> Iterator[tuple[str, Iterator[Any]]]:
+        """Path in the folder, and contents; held shards first."""
         groups = sorted(self._snapshot.shards.items(), key=lambda item: all(s.hold is None for s in item[1]))
         for group, shards in groups:
             start = 0
             for number, file in enumerate(split_into_files(shards)):
-                yield f"{group}/{self._rank}-{number}.safetensors", file, start
+                contents = self._contents(header(file), self._pieces(group, file, start))
+                yield f"{group}/{self._rank}-{number}.safetensors", contents
                 start += sum(shard.num_bytes for shard in file if shard.hold is None)
 
-    def _pieces(self, name: str, file: Sequence[Shard], start: int) -> Iterator[Tensor]:
-        """The bytes of each shard. When the next one is asked for, those before it are in the file."""
-        group = name.partition("/")[0]
+    def _pieces(self, group: str, file: Sequence[Shard], start: int) -> Iterator[Tensor]:
+        """The bytes of each shard, whose copies begin at `start` of the group's host memory. When the next one is asked
+        for, those before it are in the file."""
         for shard in file:
             if shard.hold is not None or not self._copies:
                 yield _bytes_of(shard.values)

@@ -44,8 +44,8 @@ SMALL: dict[str, Any] = {  # keys of config.json -> sizes of the small network, 
     **{"qk_rope_head_dim": 4, "qk_head_dim": 12, "index_topk": 6, "mamba_dt_rank": 4, "max_position_embeddings": 256},
     **{"mamba_d_ssm": 64, "query_pre_attn_scalar": 8, "global_head_dim": 8, "expand": 2, "mamba_expand": 2},
     **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 6, "n_shared_experts": 1},
-    **{"indexer_compress_ratio": 3},
     **{"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    "indexer_compress_ratio": 3,
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "dropout": 0.0},
 }
 
@@ -114,16 +114,13 @@ def row_of(name: str) -> list[str]:
         "context": lambda: choose_method(config, 2, 1, "auto") and None,
         "Megatron": lambda: check_family(config.model_type),
     }
-    if name in FAMILIES:  # modalities/media_keys.py
-        checks |= dict.fromkeys(("tensor", "context", "Megatron"), _takes_media)
     cells = {name: _cell(check) for name, check in checks.items()}
+    row = FAMILIES.get(name)
+    if row is not None:  # modalities/media_keys.py
+        cells |= dict.fromkeys(("tensor", "context", "Megatron"), "no: takes media")
     if cells["media"] == "yes":
-        cells["media"] = ", ".join(KINDS[kind].plural for kind in FAMILIES[name].kinds) if name in FAMILIES else ""
+        cells["media"] = ", ".join(KINDS[kind].plural for kind in row.kinds) if row is not None else ""
     return [kinds, *cells.values(), *libraries]
-
-
-def _takes_media() -> None:
-    raise UserError("takes media")
 
 
 def _cell(check: Any) -> str:
@@ -152,8 +149,10 @@ def _line(error: Exception) -> str:
         r"; expected .*",
         r"^(got )?a model of type \S+ ?",
         r"^\S+=\S+: ",
+        r"^got a model of type \S+: ",
+        r" for a model of type \S+$",
     )
-    for noise in (*noises, r"^got a model of type \S+: ", r" for a model of type \S+$"):
+    for noise in noises:
         text = re.sub(noise, "", text)
     return text[:110] if isinstance(error, UserError) else f"{type(error).__name__}: {text[:90]}"
 
@@ -201,6 +200,21 @@ def _plain(network: Any, tokens: Any, steps: int, **more: Any) -> Any:
     return logprobs[:-1].gather(-1, tokens[1:, None])[-steps:, 0]
 
 
+def _generated(network: Any, prompts: Sequence[Any], steps: int) -> list[Any]:
+    """Completions of the embedded engine."""
+    from gcore.generation.embedded import EmbeddedBackend
+    from gcore.generation.engine_shell import SteppedEngine
+    from gcore.types import Request, SamplingParams
+
+    longest = max(len(prompt.tokens_T) for prompt in prompts)
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=4, max_length=longest + steps))
+    try:
+        asked = [Request(prompt, SamplingParams(max_tokens=steps), key) for key, prompt in enumerate(prompts)]
+        return asyncio.run(engine.generate(asked))
+    finally:
+        engine.close()
+
+
 def _seen(network: Any) -> float | None:
     """The same as `_sampled` and `_packed`, for a prompt with the smallest medium."""
     import inspect
@@ -209,11 +223,9 @@ def _seen(network: Any) -> float | None:
     import torch
 
     from gcore.content.tokens import Tokens, tokens_of
-    from gcore.generation.embedded import EmbeddedBackend
-    from gcore.generation.engine_shell import SteppedEngine
     from gcore.models.towers import encode, smallest_medium, takes_media
     from gcore.training.media_model import MediaLogprobModel
-    from gcore.types import MicroBatch, Request, Sample, SamplingParams
+    from gcore.types import MicroBatch, Sample
 
     if not takes_media(network):
         return None
@@ -223,11 +235,7 @@ def _seen(network: Any) -> float | None:
     token = getattr(config, FAMILIES[config.model_type].tokens[0])
     prompt = np.array([1, 5, 9, *[token] * num, 8, 4], np.int32)
     content = Tokens(prompt, media=(replace(medium, key="smallest", places=np.arange(3, 3 + num, dtype=np.int32)),))
-    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=4, max_length=len(prompt) + 16))
-    try:
-        (answer,) = asyncio.run(engine.generate([Request(content, SamplingParams(max_tokens=6), 1)]))
-    finally:
-        engine.close()
+    (answer,) = _generated(network, [content], 6)
     content = content.extended(tokens_of(answer.content))
     tokens = torch.from_numpy(content.tokens_T).long()
     kinds, known = (tokens == token).int()[None], inspect.signature(network.forward).parameters
@@ -254,19 +262,10 @@ def _sampled(network: Any) -> float:
     import torch
 
     from gcore.content.tokens import Tokens, tokens_of
-    from gcore.generation.embedded import EmbeddedBackend
-    from gcore.generation.engine_shell import SteppedEngine
-    from gcore.types import Request, SamplingParams
 
-    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=4, max_length=64))
     prompts = [np.arange(3, 3 + length, dtype=np.int32) * 7 % 60 + 3 for length in (9, 14)]
-    try:
-        asked = [Request(Tokens(prompt), SamplingParams(max_tokens=12), key) for key, prompt in enumerate(prompts)]
-        answers = asyncio.run(engine.generate(asked))
-    finally:
-        engine.close()
     differences = []
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, answer in zip(prompts, _generated(network, [Tokens(p) for p in prompts], 12), strict=True):
         tokens = torch.from_numpy(np.concatenate([prompt, tokens_of(answer.content).tokens_S])).long()
         differences.append(np.abs(answer.logprobs_S - _plain(network, tokens, 12).numpy()).mean())
     return float(max(differences))

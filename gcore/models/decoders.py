@@ -69,6 +69,7 @@ STATEFUL = {  # with recurrent layers
 }
 RENAMED = {"glm5_next_text": {"indexed_attention": "pooled_attention"}}  # kinds that are others in this family
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | STATEFUL | INDEXED | IN_CHUNKS | {"llama"}
+KNOWN = VERIFIED | TEXT_ALONE | FAMILIES.keys()  # with towers; of other families `check_network` computes two sequences
 ROUTER = re.compile("(?<!Hash)Router$|JambaSparseMoeBlock$")  # classes
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention, in families that no test covers
 TOWER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -357,7 +358,7 @@ def check_network(network: Any) -> None:
     layers_of(network)
     if getattr(network, "_is_stateful", False) and not traits.recurrent:
         raise _unsupported(network.config, "keeps a recurrent state")
-    if network.config.model_type in VERIFIED | TEXT_ALONE | set(FAMILIES):
+    if network.config.model_type in KNOWN:
         return
     device, lengths = network.device, (5, 7)
     parts = [torch.arange(3, 3 + n, device=device) * 7919 % network.config.vocab_size for n in lengths]

@@ -28,7 +28,7 @@ from gcore.content.families import FAMILIES, TEXT_ALONE, built_family
 from gcore.hub import model_folder
 from gcore.models.built import build_network
 from gcore.models.decoders import (
-    VERIFIED,
+    KNOWN,
     check_length,
     check_network,
     decoder_of,
@@ -216,8 +216,7 @@ def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scor
     _make_buffers(network)
     if scorer:
         return network
-    known = network.config.model_type in VERIFIED | TEXT_ALONE | set(FAMILIES)
-    check_network(network.eval() if known else _small_network(model, network.config))
+    check_network(network.eval() if network.config.model_type in KNOWN else _small_network(model, network.config))
     return network
 
 
