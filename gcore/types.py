@@ -290,6 +290,7 @@ class MicroBatch:
     rows: tuple[tuple[tuple[int, int], ...], ...]
     width: int
     context: int = 1
+    shares: bool = False  # a prefix that neighbours in a row have in common is there once
 
 
 @dataclass(frozen=True, slots=True)
