@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from gcore.cost.workload import UPDATE, CostModel, Observation, fit
+from gcore.cost.workload import UPDATE, CostModel, Observation, fit, shared_prefixes
 from gcore.preparation.balance import idle_share
 from gcore.protocols import TrainerInfo, UpdateStats
 from gcore.types import Key, MicroBatch, SampleMeta, TrainBatch
@@ -96,6 +96,7 @@ def training_flops(
 def _work(micro: MicroBatch, metas: Mapping[Key, SampleMeta], cost: CostModel) -> tuple[float, float]:
     """Tokens (with the head, in tokens) and pairs of one rank in a micro-batch."""
     samples = [metas[key] for row in micro.rows for key in row]
-    tokens = sum(m.work.passes * m.length + cost.head * m.steps for m in samples)
-    pairs = sum(m.work.passes * m.length**2 * (1 if cost.causal else 2) for m in samples)
+    saved = [m.work.prefix[0] for m in (shared_prefixes(samples) if micro.shares else ())]
+    tokens = sum(m.work.passes * m.length + cost.head * m.steps for m in samples) - sum(saved)
+    pairs = sum(m.work.passes * m.length**2 * (1 if cost.causal else 2) for m in samples) - sum(n * n for n in saved)
     return tokens / micro.context, pairs / micro.context

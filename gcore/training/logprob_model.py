@@ -19,7 +19,17 @@ from torch.nn.functional import pad
 
 from gcore.content.media import on_device
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
-from gcore.models.decoders import MASKED_LOGIT, decoder_of, expert_routers_of, implementation, layers_of, traits_of
+from gcore.models.decoders import (
+    CHUNKED,
+    FULL,
+    MASKED_LOGIT,
+    SLIDING,
+    decoder_of,
+    expert_routers_of,
+    implementation,
+    layers_of,
+    traits_of,
+)
 from gcore.models.recurrent import Recurrence, Samples
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
@@ -187,6 +197,12 @@ class LogprobModel(nn.Module):
     @property
     def padded(self) -> bool:
         return not self.varlen
+
+    @property
+    def can_share(self) -> bool:
+        allowed = {FULL, "mlp", "moe"} if self.varlen else {FULL, SLIDING, CHUNKED, "mlp", "moe"}
+        plain = not self.traits.media_blocks and self.compute.context == 1
+        return plain and set(self.traits.kinds) <= allowed
 
     def checkpoint_activations(self) -> None:
         self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
