@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="and the kernels that take the most time")
     parser.add_argument("--no-checks", action="store_true", help="without the comparison with the library")
     parser.add_argument("--backend", choices=["fsdp", "megatron"], default="fsdp")
+    parser.add_argument("--share", action="store_true", help="siblings share their prompt: training.share_prefixes")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -155,7 +156,9 @@ def samples_of(args: argparse.Namespace, lengths: str) -> list[Sample]:
         steps = args.response
         if lengths == "mix":
             steps = int(np.clip(rng.lognormal(np.log(args.response / 4), 0.8), 1, args.response))
-        tokens = rng.integers(4, vocabulary, args.prompt + steps).astype(np.int32)
+        if i % 8 == 0:
+            prompt = rng.integers(4, vocabulary, args.prompt).astype(np.int32)
+        tokens = np.concatenate([prompt, rng.integers(4, vocabulary, steps).astype(np.int32)])
         numbers = rng.normal(size=steps).astype(np.float32)
         content = Tokens.split(tokens, steps)
         found.append(Sample(i // 8, i % 8, content, numbers < 9, -np.abs(numbers), reward=float(numbers[0])))
@@ -164,7 +167,7 @@ def samples_of(args: argparse.Namespace, lengths: str) -> list[Sample]:
 
 def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> TrainerRank:
     compiles, checkpoints = VARIANTS[variant]
-    options = {"offload": args.offload, "offload_keep_gb": args.keep_gb}
+    options = {"offload": args.offload, "offload_keep_gb": args.keep_gb, "share_prefixes": args.share}
     config = trainer_config(lr=1e-6, compile=compiles, activation_checkpointing=checkpoints, **options)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     make = partial(network_of, args, device)
@@ -193,9 +196,8 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     total = sum(sample.content.size for sample in samples)
     budget = args.micro_tokens or 2 * args.sequences * (args.prompt + args.response)
     metas = [meta_of(sample) for sample in samples]
-    (batch,) = make_layout(
-        metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SHAPES[args.model].hidden)
-    )
+    cost = CostModel(6.0 * SHAPES[args.model].hidden)
+    (batch,) = make_layout(metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=cost, shares=args.share)
     batch, trainer = with_advantages(batch, samples), trainer_of(args, variant, device)
     backend: Any = trainer.backend
     plain_step, step_s = backend.step, list[float]()

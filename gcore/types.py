@@ -256,6 +256,7 @@ class SampleWork:
     length: int  # tokens of one pass of the network: the size of the content
     passes: int = 1  # over these tokens: 1 for a sequence; of a denoiser, the steps that are trained
     media: tuple[tuple[str, int], ...] = ()  # that towers encode: the kind of each, and its size, such as pixels
+    prefix: tuple[int, bytes] = (0, b"")  # tokens at the beginning that are equal for equal bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,7 @@ class MicroBatch:
     rows: tuple[tuple[tuple[int, int], ...], ...]
     width: int
     context: int = 1
+    shares: bool = False  # a prefix that neighbours in a row have in common is there once
 
 
 @dataclass(frozen=True, slots=True)

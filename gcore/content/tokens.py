@@ -98,7 +98,9 @@ class Tokens:
 
     @property
     def work(self) -> SampleWork:
-        return SampleWork(self.size, media=tuple(each for medium in self.media for each in medium.work))
+        context = hashlib.blake2b(self.context_bytes(), digest_size=8).digest()
+        media = tuple(each for medium in self.media for each in medium.work)
+        return SampleWork(self.size, media=media, prefix=(len(self.tokens_P), context))
 
     @property
     def nbytes(self) -> int:

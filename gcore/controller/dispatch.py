@@ -89,6 +89,7 @@ class RankGroup:
                 max_tokens=self._config.training.max_tokens_per_gpu,
                 padded=self.info.padded,
                 sharded=self.info.sharded,
+                shares=self.info.shares,
                 max_context=self._max_context,
                 parts=parts_of[self._group.rank],
             )

@@ -50,6 +50,14 @@ class CostModel:
         media = sum(self.of_medium(kind, size) for kind, size in meta.work.media)
         return meta.work.passes * self.of(meta.work.length) + self.head * meta.steps + media
 
+    def of_samples(self, metas: Sequence[SampleMeta], shares: bool) -> float:
+        """Of neighbours in a row."""
+        saved = 0.0
+        for meta in shared_prefixes(metas) if shares else ():
+            media = sum(self.of_medium(kind, size) for kind, size in meta.work.media)
+            saved += self.of(meta.work.prefix[0]) + media
+        return sum(map(self.of_sample, metas)) - saved
+
     def of_token(self, context: float) -> float:
         """Of a token in the middle of a batch: it attends to `context` others, and a step is predicted after it."""
         return 1 + 2 * context / self.crossover + self.head
@@ -70,6 +78,12 @@ class CostModel:
         if (tower := self.tower(kind)) is None:
             return 0.0
         return tower.of(-(-size // tower.patch)) * tower.flops / self.flops
+
+
+def shared_prefixes(metas: Sequence[SampleMeta]) -> list[SampleMeta]:
+    """The samples whose prefix is that of their neighbour before them."""
+    pairs = itertools.pairwise(metas)
+    return [b for a, b in pairs if a.prompt_id == b.prompt_id and a.work.prefix == b.work.prefix and b.work.prefix[0]]
 
 
 # ---- fit to measured times ----------------------------------------------------------------------------------------

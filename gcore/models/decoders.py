@@ -104,14 +104,13 @@ class Traits:
         in their samples, of queries [..., Q, 1] and keys [..., 1, K], if they are not where they are."""
         wanted = {KINDS[kind].mask for kind in self.kinds}
         masks = {FULL: seen} if "full" in wanted else {}
-        key_at = torch.arange(seen.shape[-1], device=seen.device)
+        query_at, key_at = positions or (query_at, torch.arange(seen.shape[-1], device=seen.device))
         if "sliding" in wanted:
             assert self.window is not None
             near = seen if blocks is None or self.media_blocks != SLIDING else seen | blocks
             masks[SLIDING] = near & (key_at > query_at - self.window)
         if "chunked" in wanted:
             assert self.chunk is not None
-            query_at, key_at = positions or (query_at, key_at)
             masks[CHUNKED] = seen & (query_at // self.chunk == key_at // self.chunk)
         if blocks is not None and self.media_blocks == "all":
             masks = {kind: mask | blocks for kind, mask in masks.items()}

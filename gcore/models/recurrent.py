@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
@@ -42,14 +43,15 @@ def mixers_of(network: Any) -> list[nn.Module]:
 
 
 class Samples:
-    """Where the samples of packed rows are: the flat positions of their first tokens, and their lengths.
-    Samples((1, 8), [0, 3], [3, 2])"""
+    """Where the samples of packed rows are: the flat positions of their tokens.
+    Samples((1, 8), [array([0, 1, 2]), array([3, 4])])"""
 
-    def __init__(self, shape: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device: Any) -> None:
+    def __init__(self, shape: Sequence[int], paths: Sequence[np.ndarray], device: Any) -> None:
         self._shape = shape  # rows and their width
-        at_L, lengths_N1 = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
-        index_NL = torch.tensor(starts)[:, None] + torch.minimum(at_L, lengths_N1 - 1)
-        inside = (at_L < lengths_N1).flatten().nonzero()[:, 0]
+        longest = max(map(len, paths))
+        index_NL = torch.from_numpy(np.stack([np.pad(path, (0, longest - len(path)), "edge") for path in paths]))
+        lengths_N1 = torch.tensor([len(path) for path in paths])[:, None]
+        inside = (torch.arange(longest) < lengths_N1).flatten().nonzero()[:, 0]
         self._index_NL, self._inside = index_NL.to(device), inside.to(device)
         self._tokens = index_NL.flatten()[inside].to(device)
 

@@ -9,7 +9,8 @@ the micro-batches at one *position* of the ranks' lists should cost the same; ot
 out in *parts* of at most PART ranks, to which samples are dealt by cost: several controllers can make parts of a layout
 at the same time, and `join_parts` puts them together.
 
-Siblings with media are neighbours where rows need no mask, because their media are encoded once per micro-batch.
+Siblings with media are neighbours where rows need no mask, because their media are encoded once per micro-batch. All
+siblings are, where a rank computes a prompt once for neighbours (`shares`).
 
 Invariants (tests/unit/test_balance.py): every sample is in exactly one row of one group of ranks; no row is wider than
 its micro-batch; no micro-batch exceeds the token budget of its ranks; all ranks have the same number of micro-batches
@@ -24,7 +25,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gcore.cost.workload import MICRO_BATCH_TOKENS, CostModel
+from gcore.cost.workload import MICRO_BATCH_TOKENS, CostModel, shared_prefixes
 from gcore.preparation.assignment import (
     WIDTH_BLOCK,
     Bin,
@@ -57,6 +58,7 @@ class LayoutRanks:
     max_tokens: int  # per micro-batch and rank
     padded: bool = True  # micro-batches are computed as rows with a mask; False: sample by sample, without padding
     sharded: bool = False  # ranks meet in every micro-batch
+    shares: bool = False  # neighbours share their prefixes
     max_context: int = 1  # ranks that may share a sample; a power of two that divides `number`
     part: bool = False  # of more ranks: positions of all parts must cost the same
 
@@ -76,6 +78,7 @@ def make_layout(
     together: bool = False,
     padded: bool = True,
     sharded: bool = False,
+    shares: bool = False,
     max_context: int = 1,
     method: Method | None = None,
     parts: Sequence[int] | None = None,
@@ -83,15 +86,16 @@ def make_layout(
     """One TrainBatch per data-parallel rank. `together`: siblings are neighbours in one row of one micro-batch, in the
     order of their numbers. `method`: instead of ours, without context parallelism (bench/layouts.py). `parts`: only the
     ranks of these parts, see `num_parts`; default: all."""
-    ranks = LayoutRanks(num_ranks, max_tokens, padded, sharded, max_context)
+    shares = shares and max_context == 1
+    ranks = LayoutRanks(num_ranks, max_tokens, padded, sharded, shares, max_context)
     count = 1 if method else num_parts(num_ranks, max_context)
     numbers = range(count) if parts is None else parts
     of_parts: list[list[list[MiniBatch]]] = [[[] for _ in range(num_ranks // count)] for _ in numbers]  # part, rank
     for mini in split(sorted(metas, key=lambda meta: meta.key), mini_batches):
         num_actions, num_samples = sum(m.actions for m in mini), len(mini)
-        most = 0.0 if padded else min(max_tokens / 4, sum(m.length for m in mini) / num_ranks / 4)
-        units = {unit[0].key: unit for unit in (by_prompt(mini) if together else with_shared_media(mini, most))}
-        dealt = deal(units, count, cost)
+        most = min(max_tokens / 4, sum(m.length for m in mini) / num_ranks / 4)
+        units = {unit[0].key: unit for unit in (by_prompt(mini) if together else neighbours(mini, most, ranks))}
+        dealt = deal(units, count, cost, shares)
         for number, own in zip(numbers, of_parts, strict=True):
             laid_out = _lay_out(dealt[number], replace(ranks, number=len(own), part=count > 1), cost, method)
             for batches, micro_batches in zip(own, laid_out, strict=True):
@@ -110,11 +114,11 @@ def num_parts(num_ranks: int, max_context: int = 1) -> int:
 Units = Mapping[Key, Sequence[SampleMeta]]  # samples that stay together, by the first key
 
 
-def deal(units: Units, count: int, cost: CostModel) -> list[Units]:
+def deal(units: Units, count: int, cost: CostModel, shares: bool = False) -> list[Units]:
     """Parts with nearly the same costs and lengths: forth and back, the most expensive first."""
     if count == 1:
         return [units]
-    costs = {key: sum(cost.of_sample(meta) for meta in unit) for key, unit in units.items()}
+    costs = {key: cost.of_samples(unit, shares) for key, unit in units.items()}
     parts: list[dict[Key, Sequence[SampleMeta]]] = [{} for _ in range(count)]
     for i, key in enumerate(sorted(units, key=lambda key: (-costs[key], key))):
         turn, place = divmod(i, count)
@@ -153,24 +157,25 @@ def by_prompt(metas: Sequence[SampleMeta]) -> list[list[SampleMeta]]:
     return list(groups.values())
 
 
-def with_shared_media(metas: Sequence[SampleMeta], most: float) -> list[list[SampleMeta]]:
-    """Siblings with media stay together, up to `most` tokens: their media are encoded once per micro-batch. All other
-    samples are alone."""
+def neighbours(metas: Sequence[SampleMeta], most: float, ranks: LayoutRanks) -> list[list[SampleMeta]]:
+    """Siblings that share their prefix or their media stay together, up to `most` tokens. All others are alone."""
     units = list[list[SampleMeta]]()
     for meta in metas:
         last = units[-1] if units else []
-        shares = meta.work.media and last and last[-1].prompt_id == meta.prompt_id
-        if shares and sum(each.length for each in last) + meta.length <= most:
+        share = shared_prefixes([*last[-1:], meta]) if ranks.shares else meta.work.media and not ranks.padded
+        same = bool(share and last and last[-1].prompt_id == meta.prompt_id)
+        if same and _joined([*last, meta], ranks.shares).length <= most:
             last.append(meta)
         else:
             units.append([meta])
     return units
 
 
-def _joined(unit: Sequence[SampleMeta]) -> SampleMeta:
+def _joined(unit: Sequence[SampleMeta], shares: bool) -> SampleMeta:
     """The samples of a unit as one item of the layout."""
-    first = unit[0]
-    length, steps = sum(meta.length for meta in unit), sum(meta.steps for meta in unit)
+    first, saved = unit[0], shared_prefixes(unit) if shares else []
+    length = sum(meta.length for meta in unit) - sum(meta.work.prefix[0] for meta in saved)
+    steps = sum(meta.steps for meta in unit)
     return first if len(unit) == 1 else replace(first, work=replace(first.work, length=length), steps=steps)
 
 
@@ -185,24 +190,24 @@ class Position:
 
 def _lay_out(units: Units, ranks: LayoutRanks, cost: CostModel, method: Method | None) -> list[tuple[MicroBatch, ...]]:
     """The micro-batches of each rank, in one mini-batch. `units`: samples that stay together, by the first key."""
-    costs = {key: sum(max(1, round(UNIT * cost.of_sample(meta))) for meta in unit) for key, unit in units.items()}
-    metas = sorted(map(_joined, units.values()), key=lambda m: (-costs[m.key], m.key))
+    costs = {key: max(1, round(UNIT * cost.of_samples(unit, ranks.shares))) for key, unit in units.items()}
+    metas = sorted((_joined(unit, ranks.shares) for unit in units.values()), key=lambda m: (-costs[m.key], m.key))
     if method:
         positions = [Position(1, metas, bins) for bins in method(_items(metas, costs, ranks))]
     else:
         layouts = (_positions(metas, degrees, costs, ranks, cost) for degrees in _choices(metas, costs, ranks))
         positions = min(layouts, key=lambda layout: _time(layout, ranks, cost))
     return [
-        tuple(_micro_batch(position, rank // position.context, units) for position in positions)
+        tuple(_micro_batch(position, rank // position.context, units, ranks.shares) for position in positions)
         for rank in range(ranks.number)
     ]
 
 
-def _micro_batch(position: Position, group: int, units: Mapping[Key, Sequence[SampleMeta]]) -> MicroBatch:
+def _micro_batch(position: Position, group: int, units: Mapping[Key, Sequence[SampleMeta]], shares: bool) -> MicroBatch:
     each = position.bins[group]
     rows = tuple(tuple(meta.key for i in row for meta in units[position.metas[i].key]) for row in each.rows)
     width = each.width if each.padded else -(-each.width // WIDTH_BLOCK) * WIDTH_BLOCK
-    return MicroBatch(rows, width or WIDTH_BLOCK, position.context)
+    return MicroBatch(rows, width or WIDTH_BLOCK, position.context, shares)
 
 
 def _items(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: LayoutRanks, context: int = 1) -> Items:
@@ -341,15 +346,15 @@ class Idle:
 
 def idle_share(batches: Sequence[TrainBatch], metas: Sequence[SampleMeta], cost: CostModel) -> Idle:
     """By the cost model. Padding is not counted: neither as work nor as waiting."""
-    costs = {meta.key: cost.of_sample(meta) for meta in metas}
+    by_key = {meta.key: meta for meta in metas}
     busy = per_micro = per_mini = 0.0
     for minis in zip(*(batch.mini_batches for batch in batches), strict=True):
-        loads = [[_load(micro, costs) for micro in mini.micro_batches] for mini in minis]
+        loads = [[_load(micro, by_key, cost) for micro in mini.micro_batches] for mini in minis]
         busy += sum(map(sum, loads)) / len(loads)
         per_micro += sum(map(max, zip(*loads, strict=True)))
         per_mini += max(map(sum, loads))
     return Idle(1 - busy / per_micro, 1 - busy / per_mini) if busy else Idle(0.0, 0.0)
 
 
-def _load(micro: MicroBatch, costs: Mapping[Key, float]) -> float:
-    return sum(costs[key] for row in micro.rows for key in row) / micro.context
+def _load(micro: MicroBatch, metas: Mapping[Key, SampleMeta], cost: CostModel) -> float:
+    return sum(cost.of_samples([metas[key] for key in row], micro.shares) for row in micro.rows) / micro.context

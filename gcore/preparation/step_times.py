@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from gcore.cost.workload import UPDATE, CostModel, Observation, fit
+from gcore.cost.workload import UPDATE, CostModel, Observation, fit, shared_prefixes
 from gcore.preparation.balance import idle_share
 from gcore.protocols import TrainerInfo, UpdateStats
 from gcore.types import Key, MicroBatch, SampleMeta, TrainBatch
@@ -36,6 +36,8 @@ class StepTimes:
     ) -> dict[str, float]:
         """`ranks`: of each data-parallel rank, as `batches`."""
         row = {"perf/micro_batches": float(sum(len(mini.micro_batches) for mini in batches[0].mini_batches))}
+        if self._info.shares:
+            row["perf/tokens_shared"] = shared_tokens(batches, metas)
         if len(batches) > 1:
             idle = idle_share(batches, metas, self._cost)
             row["perf/idle_predicted"] = idle.per_micro_batch if self._info.sharded else idle.per_mini_batch
@@ -57,6 +59,15 @@ class StepTimes:
                 "perf/fit_error": fitted.error,
             }
         return row
+
+
+def shared_tokens(batches: Sequence[TrainBatch], metas: Sequence[SampleMeta]) -> float:
+    """The tokens of neighbours that are not computed again, as a share of all tokens."""
+    by_key = {meta.key: meta for meta in metas}
+    micros = [micro for batch in batches for mini in batch.mini_batches for micro in mini.micro_batches]
+    rows = [[by_key[key] for key in row] for micro in micros if micro.shares for row in micro.rows]
+    saved = sum(meta.work.prefix[0] for row in rows for meta in shared_prefixes(row))
+    return saved / sum(meta.length for meta in metas)
 
 
 def observe(
@@ -95,7 +106,9 @@ def training_flops(
 
 def _work(micro: MicroBatch, metas: Mapping[Key, SampleMeta], cost: CostModel) -> tuple[float, float]:
     """Tokens (with the head, in tokens) and pairs of one rank in a micro-batch."""
-    samples = [metas[key] for row in micro.rows for key in row]
-    tokens = sum(m.work.passes * m.length + cost.head * m.steps for m in samples)
-    pairs = sum(m.work.passes * m.length**2 * (1 if cost.causal else 2) for m in samples)
+    rows = [[metas[key] for key in row] for row in micro.rows]
+    samples = [meta for row in rows for meta in row]
+    saved = [m.work.prefix[0] for row in rows for m in (shared_prefixes(row) if micro.shares else ())]
+    tokens = sum(m.work.passes * m.length + cost.head * m.steps for m in samples) - sum(saved)
+    pairs = sum(m.work.passes * m.length**2 * (1 if cost.causal else 2) for m in samples) - sum(n * n for n in saved)
     return tokens / micro.context, pairs / micro.context

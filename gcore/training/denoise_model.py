@@ -120,6 +120,10 @@ class DenoiseModel(nn.Module):
         return self.network.hidden_size
 
     @property
+    def can_share(self) -> bool:
+        return False
+
+    @property
     def padded(self) -> bool:
         return False
 

@@ -11,6 +11,7 @@ number: the gradient is that of one process that holds the whole batch.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -38,6 +39,7 @@ from gcore.training.step_model import StepBatch, Wrap
 from gcore.types import Key, MicroBatch
 
 TOKENS_AT_ONCE, MOST_AT_ONCE = 1 << 16, 4  # without gradients: tokens, and micro-batches of the update
+log = logging.getLogger(__name__)
 LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
 
 
@@ -55,7 +57,7 @@ def joined_micros(micros: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
         same, step = list(group), count if context == 1 else 1
         for part in (same[first : first + step] for first in range(0, len(same), step)):
             rows = tuple(row for micro in part for row in micro.rows)
-            found.append(MicroBatch(rows, sum(micro.width for micro in part), context))
+            found.append(replace(part[0], rows=rows, width=sum(micro.width for micro in part)))
     return found
 
 
@@ -242,7 +244,14 @@ class FsdpBackend(Backend):
     def info(self) -> TrainerInfo:
         first = self._trained(self._first)
         model, num_parameters = first.model, sum(p.numel() for p in first.parameters.values())
-        return TrainerInfo(num_parameters, model.hidden_size, model.padded, self._shard_size > 1, self.device_name)
+        models = [network.model for network in self.networks.values() if isinstance(network, FsdpNetwork)]
+        shares = self._config.training.share_prefixes
+        if shares and not all(each.can_share for each in models):
+            shares = False
+            log.warning("training.share_prefixes: not with these layers or ranks: each sample has its prefix")
+        return TrainerInfo(
+            num_parameters, model.hidden_size, model.padded, self._shard_size > 1, self.device_name, shares
+        )
 
     def _pack(self, model: Any, micro: MicroBatch, data: StepData) -> StepBatch:
         ranks = self._context_groups.of(micro.context)  # a collective: also of groups that have only padding

@@ -1,7 +1,8 @@
 """The StepModel of language models: a packed micro-batch -> logprobs and entropies of the selected steps.
 
 Each row holds whole samples one after another. Positions restart at every sample and attention stays inside it, so a
-packed row gives exactly the results of its samples alone. Logits are computed only where a response step is predicted.
+packed row gives exactly the results of its samples alone. Siblings may share their prefixes (prefixes.py). Logits are
+computed only where a response step is predicted.
 """
 
 from __future__ import annotations
@@ -18,11 +19,22 @@ from torch.nn.functional import pad
 
 from gcore.content.media import on_device
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
-from gcore.models.decoders import MASKED_LOGIT, decoder_of, expert_routers_of, implementation, layers_of, traits_of
+from gcore.models.decoders import (
+    CHUNKED,
+    FULL,
+    MASKED_LOGIT,
+    SLIDING,
+    decoder_of,
+    expert_routers_of,
+    implementation,
+    layers_of,
+    traits_of,
+)
 from gcore.models.recurrent import Recurrence, Samples
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
 from gcore.training.fused_head import Candidates, Head, Scaling, allowed_tokens, token_logprobs
+from gcore.training.prefixes import Level, Tree, levels_of, tree_of
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.training.varlen import rounded
 from gcore.types import Key, MicroBatch, Sample
@@ -45,12 +57,13 @@ class Packed:
     temperature_S: Tensor
     sample_S: Tensor
     keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
-    starts: Tensor | None = None  # varlen: where each sample of the one row begins, and the end; int32
-    longest: int = 0  # varlen: of the samples, rounded up
+    starts: Tensor | None = None  # varlen: where each node of the one row begins (prefixes.py), and the end; int32
+    longest: int = 0  # varlen: of the nodes, rounded up
+    levels: tuple[Level, ...] = ()  # varlen: of nodes that are shared
     sampling_mask: Candidates | None = None
     is_padding: bool = False  # dummy batch so that this rank joins the collectives
     sharing: Sharing | None = None  # varlen: the ranks that have the other parts of the row
-    spans: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # flat position of each sample's first token, its length
+    paths: tuple[np.ndarray, ...] = ()  # flat positions of each sample's tokens
     experts_RWLK: Tensor | None = None  # of each token and router, as in content.tokens.Tokens; -1: not recorded
 
     def joined(self, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -72,45 +85,30 @@ def to_tensors(
     """`varlen`: all samples in one row as long as they are, for attention that needs no mask (varlen.py). `multiple`:
     then, each sample is padded to a multiple of it, at its end."""
 
-    def padded(length: int) -> int:
-        return -(-length // multiple) * multiple
-
     rows, width, is_padding = batch.rows, batch.width, not any(batch.rows)
     if is_padding:
         rows, samples, width = ((PADDING.key,),), {PADDING.key: PADDING}, max(width, PADDING.content.size)
     if varlen:
         rows = (tuple(key for row in rows for key in row),)
-        width = sum(padded(samples[key].content.size) for key in rows[0])
-    tokens = np.zeros((len(rows), width), np.int64)
-    positions = np.zeros((len(rows), width), np.int64)
-    segments = np.full((len(rows), width), -1, np.int64)
-    select, ordered, contents, experts = [], list[Sample](), list[Tokens](), dict[tuple[int, int], np.ndarray]()
-    first_tokens: list[int] = []
-    for r, row in enumerate(rows):
-        start = 0
-        for i, key in enumerate(row):
-            sample, content = samples[key], tokens_of(samples[key].content)
-            length, first = content.size, len(content.tokens_P)
-            tokens[r, start : start + length] = content.tokens_T
-            positions[r, start : start + length] = np.arange(length)
-            segments[r, start : start + length] = i
-            select.append(r * width + start + np.arange(first - 1, length - 1))
-            first_tokens.append(r * width + start)
-            ordered.append(sample)
-            contents.append(content)
-            if content.experts is not None:
-                experts[r, start] = content.experts
-            start += padded(length)
+    ordered = [[samples[key] for key in row] for row in rows]
+    contents = [[tokens_of(sample.content) for sample in row] for row in ordered]
+    trees = [tree_of(row, batch.shares, multiple) for row in contents]
+    width = trees[0].size if varlen else max(width, *(tree.size for tree in trees))
+    tokens, positions = np.zeros((2, len(rows), width), np.int64)
+    paths, found = list[np.ndarray](), list[tuple[Sample, Tokens]]()
+    for r, tree in enumerate(trees):
+        for sample, content, path in zip(ordered[r], contents[r], tree.paths, strict=True):
+            tokens[r, path], positions[r, path] = content.tokens_T, np.arange(content.size)
+            paths.append(r * width + path)
+            found.append((sample, content))
     mask = starts = None
-    longest = 0
+    longest, levels = 0, tuple[Level, ...]()
     if varlen:
-        lengths = [padded(content.size) for content in contents]
-        starts = on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
-        longest = rounded(max(lengths))
-    elif any(len(row) > 1 for row in rows):
-        segment_RW = on_device(segments, device)
-        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        mask = ((segment_RW[:, :, None] == segment_RW[:, None, :]) & causal)[:, None]
+        bounds = [node.first for node in trees[0].nodes] + [trees[0].size]
+        starts, levels = on_device(np.array(bounds, np.int32), device), levels_of(trees[0], device)
+        longest = rounded(int(np.diff(bounds).max()))
+    elif any(len(tree.nodes) > 1 for tree in trees):
+        mask = torch.stack([_mask(tree, width, device) for tree in trees])[:, None]
 
     def steps(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
         return on_device(np.concatenate(arrays, dtype=dtype, casting="unsafe"), device)
@@ -119,18 +117,31 @@ def to_tensors(
         tokens_RW=on_device(tokens, device),
         positions_RW=on_device(positions, device),
         mask_R1WW=mask,
-        select_S=steps(select, np.int64),
-        targets_S=steps([content.tokens_S for content in contents], np.int64),
-        temperature_S=steps([np.full(s.num_steps, s.temperature) for s in ordered], np.float32),
-        sample_S=steps([np.full(s.num_steps, i) for i, s in enumerate(ordered)], np.int64),
-        keys=tuple(s.key for s in ordered),
-        sampling_mask=_sampling_mask(contents, device),
+        select_S=steps([path[len(c.tokens_P) - 1 : -1] for path, (_, c) in zip(paths, found, strict=True)], np.int64),
+        targets_S=steps([content.tokens_S for _, content in found], np.int64),
+        temperature_S=steps([np.full(s.num_steps, s.temperature) for s, _ in found], np.float32),
+        sample_S=steps([np.full(s.num_steps, i) for i, (s, _) in enumerate(found)], np.int64),
+        keys=tuple(s.key for s, _ in found),
+        sampling_mask=_sampling_mask([content for _, content in found], device),
         starts=starts,
         longest=longest,
+        levels=levels,
         is_padding=is_padding,
-        spans=(tuple(first_tokens), tuple(content.size for content in contents)),
-        experts_RWLK=_experts(experts, len(rows), width, device),
+        paths=tuple(paths),
+        experts_RWLK=_experts(paths, [content for _, content in found], tokens.shape, device),
     )
+
+
+def _mask(tree: Tree, width: int, device: torch.device) -> Tensor:
+    """[width, width]: tokens before this one, in its node and those above it."""
+    node_W = np.full(width, len(tree.nodes))  # of padding: one more
+    for i, node in enumerate(tree.nodes):
+        node_W[node.first : node.end] = i
+    seen_NN = np.zeros((len(tree.nodes) + 1,) * 2, bool)
+    seen_NN[:-1, :-1], seen_NN[-1, -1] = tree.ancestors(), True
+    at = on_device(node_W, device)
+    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    return on_device(seen_NN, device)[at[:, None], at] & causal
 
 
 def _sampling_mask(contents: list[Tokens], device: torch.device) -> Candidates | None:
@@ -141,16 +152,17 @@ def _sampling_mask(contents: list[Tokens], device: torch.device) -> Candidates |
 
 
 def _experts(
-    found: Mapping[tuple[int, int], np.ndarray], num_rows: int, width: int, device: torch.device
+    paths: Sequence[np.ndarray], contents: Sequence[Tokens], shape: tuple[int, ...], device: torch.device
 ) -> Tensor | None:
-    """`found`: by the row and the place of a sample's first token."""
-    if not found:
+    """Of the first tokens of samples."""
+    pairs = zip(paths, (content.experts for content in contents), strict=True)
+    known = [(path[: len(experts)], experts) for path, experts in pairs if experts is not None]
+    if not known:
         return None
-    shape = next(iter(found.values())).shape[1:]
-    experts_RWLK = np.full((num_rows, width, *shape), -1, np.int16)
-    for (row, start), experts in found.items():
-        experts_RWLK[row, start : start + len(experts)] = experts
-    return on_device(experts_RWLK, device)
+    experts_TLK = np.full((shape[0] * shape[1], *known[0][1].shape[1:]), -1, np.int16)
+    for path, experts in known:
+        experts_TLK[path] = experts
+    return on_device(experts_TLK.reshape(*shape, *experts_TLK.shape[1:]), device)
 
 
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
@@ -186,6 +198,12 @@ class LogprobModel(nn.Module):
     def padded(self) -> bool:
         return not self.varlen
 
+    @property
+    def can_share(self) -> bool:
+        allowed = {FULL, "mlp", "moe"} if self.varlen else {FULL, SLIDING, CHUNKED, "mlp", "moe"}
+        plain = not self.traits.media_blocks and self.compute.context == 1
+        return plain and set(self.traits.kinds) <= allowed
+
     def checkpoint_activations(self) -> None:
         self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -211,7 +229,7 @@ class LogprobModel(nn.Module):
             alone = packed.mask_R1WW is None and packed.starts is None
             as_it_is = alone or (self.recurrence.takes_lengths and packed.starts is not None)
             shape, device = packed.tokens_RW.shape, packed.tokens_RW.device
-            self.recurrence.samples = None if as_it_is else Samples(shape, *packed.spans, device)
+            self.recurrence.samples = None if as_it_is else Samples(shape, packed.paths, device)
         decoder.config._attn_implementation = self.attention if packed.starts is None else attention.NAME
         hidden = decoder(use_cache=False, **self._inputs(packed)).last_hidden_state
         return self._outputs(hidden.flatten(0, 1)[packed.select_S], packed)
@@ -220,7 +238,8 @@ class LogprobModel(nn.Module):
         """The arguments of the decoder."""
         inputs: dict[str, Any] = {"input_ids": packed.tokens_RW}
         if packed.starts is not None:
-            inputs |= {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest, "sharing": packed.sharing}
+            inputs |= {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest}
+            inputs |= {"sharing": packed.sharing, "levels": packed.levels}
         elif packed.mask_R1WW is not None:
             inputs["attention_mask"] = self._masks(packed.mask_R1WW, positions_RW=packed.positions_RW)
         else:  # one sample per row: transformers makes positions and mask
@@ -272,7 +291,8 @@ class ScoreModel(LogprobModel):
     def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.RowGroup) -> Packed:
         packed = super().pack(micro, samples, ranks)
         # the state after the last token, not the one that predicts it
-        return packed if packed.is_padding else replace(packed, select_S=packed.select_S + 1)
+        ends = on_device(np.array([path[-1] for path in packed.paths]), self.compute.device)
+        return packed if packed.is_padding else replace(packed, select_S=ends)
 
     def _outputs(self, hidden_SD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
         scores_S = self.network.score(hidden_SD).float().sum(-1)  # of one label

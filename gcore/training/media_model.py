@@ -60,12 +60,15 @@ class MediaLogprobModel(LogprobModel):
         assert ranks.size == 1, "modalities/media_keys.py refuses samples that are shared by ranks"
         packed, config, device = super().pack(micro, samples, ranks), self.network.config, self.compute.device
         axes, places, media = len(positions_of(config, 0, ())), [NO_PLACES.astype(np.int64)], list[Media]()
-        positions = np.zeros((axes, packed.tokens_RW.numel()), np.int64)
-        for key, start in () if packed.is_padding else zip(packed.keys, packed.spans[0], strict=True):
+        positions, known = np.zeros((axes, packed.tokens_RW.numel()), np.int64), set[int]()
+        for key, path in () if packed.is_padding else zip(packed.keys, packed.paths, strict=True):
             content = tokens_of(samples[key].content)
-            positions[:, start : start + content.size] = positions_of(config, content.size, content.media)
-            places += [medium.places.astype(np.int64) + start for medium in content.media]
-            media.extend(content.media)
+            positions[:, path] = positions_of(config, content.size, content.media)
+            for medium in content.media:
+                if int(path[medium.places[0]]) not in known:  # in a prefix that samples share
+                    known.add(int(path[medium.places[0]]))
+                    places.append(path[medium.places])
+                    media.append(medium)
         all_axes = on_device(positions, device).view(-1, *packed.tokens_RW.shape)
         all_places = on_device(np.concatenate(places), device).split([len(each) for each in places])
         return PackedMedia(

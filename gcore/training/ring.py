@@ -64,7 +64,7 @@ class _Ring(torch.autograd.Function):
             now = ring_step(sharing, (ranks.position - step) % ranks.size)
             key, value = _rows(passing, now.key_index, 1).unbind()
             part = attend_block(_rows(query_LHD, now.query_index), key, value, *now[2:], scale)
-            _merge(output_LHD, lse_HL, part, now.query_index)
+            merge(output_LHD, lse_HL, part, now.query_index)
             if arrival is not None:
                 passing = arrival()
         output_LHD = output_LHD.to(query_LHD.dtype)
@@ -99,7 +99,7 @@ class _Ring(torch.autograd.Function):
         return query_grad.to(query_LHD.dtype), dk, dv, None, None
 
 
-def _merge(output_LHD: Tensor, lse_HL: Tensor, part: tuple[Tensor, Tensor], index: Tensor | None) -> None:
+def merge(output_LHD: Tensor, lse_HL: Tensor, part: tuple[Tensor, Tensor], index: Tensor | None) -> None:
     """Add the result of more keys, in place. `index`: of the queries that have it."""
     part_output, part_lse = part
     old_lse = _rows(lse_HL, index, 1)

@@ -71,6 +71,10 @@ class StepModel(Protocol):
     def padded(self) -> bool:
         """Micro-batches are computed as rows of equal width; False: samples as long as they are."""
 
+    @property
+    def can_share(self) -> bool:
+        """Samples that are neighbours in a row may share their prefixes."""
+
     def checkpoint_activations(self) -> None:
         """Recompute the layers in the backward pass."""
 

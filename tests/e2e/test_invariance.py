@@ -28,6 +28,31 @@ def test_controllers_in_one_process(tmp_path, one, controllers):
     assert [untimed(row) for row in found] == [untimed(row) for row in one]  # to the last bit
 
 
+def test_shared_prefixes(tmp_path, one):
+    """Siblings share their prompt in a row: the same run up to rounding, for any number of controllers to the bit."""
+    shares = "training.share_prefixes=true"
+    found = steps(train(tmp_path, "shared", "runtime=local", "controllers=1", shares))
+    assert_same_run(found, one)
+    assert all(row["perf/tokens_shared"] > 0.3 for row in found) and "perf/tokens_shared" not in one[0]
+    many = steps(train(tmp_path, "many", "runtime=local", "controllers=2", shares))
+    assert [untimed(row) for row in many] == [untimed(row) for row in found]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.lora={rank: 4}", "training.lr=1e-2", "algorithm.kl_coef=0.1"),
+        ("algorithm.adv_estimator=gae", "algorithm.mini_batches=2", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"),
+    ],
+    ids=["adapters", "critic"],
+)
+def test_shared_prefixes_in_all_passes(tmp_path, overrides):
+    """Of the reference, old logprobs and values too."""
+    both = ("runtime=local", "controllers=1", "training.max_tokens_per_gpu=64", *overrides)
+    one = steps(train(tmp_path, "whole", *both))
+    assert_same_run(steps(train(tmp_path, "shared", *both, "training.share_prefixes=true")), one)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -36,12 +61,21 @@ def test_controllers_in_one_process(tmp_path, one, controllers):
             ("controllers=2", "placement.policy.replicas=1", "placement.trainer.ranks=2"), marks=pytest.mark.release
         ),
         pytest.param(("controllers=2", "placement.policy.replicas=1"), marks=pytest.mark.release),
+        pytest.param(
+            (
+                "controllers=2",
+                "placement.policy.replicas=1",
+                "placement.trainer.ranks=2",
+                "training.share_prefixes=true",
+            ),
+            marks=pytest.mark.release,
+        ),
         pytest.param(  # test_lora.py shards, too
             ("controllers=1", "placement.policy.replicas=1", "placement.trainer.ranks=2", "placement.trainer.shard=2"),
             marks=pytest.mark.release,
         ),
     ],
-    ids=["broadcast", "ranks", "host", "shards"],
+    ids=["broadcast", "ranks", "host", "shared", "shards"],
 )
 def test_processes_under_ray(tmp_path, one, overrides):
     assert_same_run(steps(train(tmp_path, "ray", *overrides)), one)
@@ -52,11 +86,15 @@ def test_processes_under_ray(tmp_path, one, overrides):
     [
         pytest.param(("placement.trainer.ranks=2", "placement.trainer.tensor_parallel=2"), marks=pytest.mark.release),
         pytest.param(
+            ("placement.trainer.ranks=2", "placement.trainer.tensor_parallel=2", "training.share_prefixes=true"),
+            marks=pytest.mark.release,
+        ),
+        pytest.param(
             ("placement.trainer.ranks=4", "placement.trainer.tensor_parallel=2", "placement.trainer.shard=2"),
             marks=pytest.mark.release,
         ),
     ],
-    ids=["tensor", "shards_x_tensor"],
+    ids=["tensor", "shared_tensor", "shards_x_tensor"],
 )
 def test_tensor_parallel_under_ray(tmp_path, overrides):
     """Matrices are split over two ranks. The KL needs a pass of the reference, and KV heads must be divisible."""

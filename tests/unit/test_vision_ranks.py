@@ -214,8 +214,12 @@ def test_a_model_of_text_has_no_tower_to_adapt():
 # --- gradients
 
 
-@pytest.mark.parametrize("build", [SMALL["model"], DELTA_RULE], ids=["qwen3_vl", "qwen3_5"])
-def test_gradients_are_those_of_the_joint_forward_pass(tmp_path: Path, build: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("build", "shares"),
+    [(SMALL["model"], False), (SMALL["model"], True), (DELTA_RULE, False)],
+    ids=["qwen3_vl", "shared prefixes", "qwen3_5"],
+)
+def test_gradients_are_those_of_the_joint_forward_pass(tmp_path: Path, build: dict[str, Any], shares: bool):
     """Packed rows, images that siblings share, and features that enter the decoder twice: the gradient of every
     parameter is that of transformers' own forward pass over one sample at a time."""
     config = config_of(model=build, data=SMALL["data"])
@@ -224,7 +228,8 @@ def test_gradients_are_those_of_the_joint_forward_pass(tmp_path: Path, build: di
     model = MediaLogprobModel(network)
     rows = tuple(samples)[:3], tuple(samples)[3:]
     width = max(sum(samples[key].content.size for key in row) for row in rows)
-    packed = model.pack(MicroBatch(rows, width), samples, type("One", (), {"size": 1}))
+    packed = model.pack(MicroBatch(rows, width, shares=shares), samples, type("One", (), {"size": 1}))
+    assert shares == (len(packed.media) < sum(len(s.content.media) for s in samples.values()))
     weights = torch.from_numpy(np.random.default_rng(1).normal(size=len(packed.targets_S)).astype(np.float32))
     (model(packed)[0] * weights).sum().backward()
     for i, key in enumerate(packed.keys):
