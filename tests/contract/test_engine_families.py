@@ -189,6 +189,16 @@ def network_of(family: str, seed: int = 0, scale: float = 0.6) -> Any:
     return network
 
 
+@pytest.fixture(autouse=True)
+def groups_of_experts() -> None:
+    """vLLM makes its groups for the first model of a process: if that is dense, there is none for experts."""
+    if VLLM:
+        from vllm.distributed import parallel_state
+
+        if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+            parallel_state.destroy_model_parallel()
+
+
 @pytest.fixture(scope="module")
 def make_in_vllm() -> Callable[[Path], Any]:
     """The network of a folder, as vLLM makes it, without an engine."""

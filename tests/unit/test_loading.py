@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gcore.config.base import Lora, Model
-from gcore.models.networks import load_model, make_empty
+from gcore.models.networks import auto_class, load_model, make_empty
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
 from gcore.training.lora import adapt, fill_adapters
@@ -32,6 +32,8 @@ CPU = torch.device("cpu")
 CONVERTED = {  # experts or convolutions are stored one by one, or under other names
     *("qwen2_moe", "qwen3_moe", "mixtral", "granitemoe", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"),
     *("minimax", "nemotron_h", "granitemoehybrid", "jamba", "deepseek_v32", "glm_moe_dsa", "lfm2_moe"),
+    *("afmoe", "axk2", "cohere2_moe", "exaone_moe", "mimo_v2_flash", "hy_v4"),
+    *("deepseek_v4", "qwen4_exp", "qwen4_exp-outer", "step3p7", "glm5_next"),
 }
 
 
@@ -61,7 +63,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_filled_is_loaded(name, tmp_path, caplog):
-    save(FAMILIES[name](), tmp_path)
+    save(FAMILIES[name](), tmp_path, auto_class(FAMILIES[name]()))
     with caplog.at_level(logging.WARNING):
         found = filled(path_of(tmp_path))
     expected = load_model(path_of(tmp_path), None, 0, torch.float32, CPU)
