@@ -203,13 +203,13 @@ def groups_of_experts() -> None:
 def make_in_vllm() -> Callable[[Path], Any]:
     """The network of a folder, as vLLM makes it, without an engine."""
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.network_utils import get_open_port
 
     def make(folder: Path) -> Any:
-        if not torch.distributed.is_initialized():
+        if parallel_state._WORLD is None:
             with set_current_vllm_config(VllmConfig()):
                 init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
         arguments = EngineArgs(
