@@ -32,7 +32,7 @@ SHORTEST = 32  # tokens of answers that are worth a node; prompts are shared at 
 
 
 @dataclass(slots=True)
-class Node:
+class TreeNode:
     """Tokens of a row."""
 
     first: int
@@ -46,7 +46,7 @@ class Tree:
     """Of the samples of a row, in their order."""
 
     paths: list[np.ndarray]  # where each sample's tokens are
-    nodes: list[Node]  # by `first`
+    nodes: list[TreeNode]  # by `first`
     size: int  # tokens of the row
 
     def ancestors(self) -> np.ndarray:
@@ -61,7 +61,7 @@ class Tree:
 def tree_of(contents: Sequence[Tokens], share: bool, multiple: int = 1) -> Tree:
     """`share`: a sample has the prefix that it has in common with the one before it. `multiple`: each sample begins at
     a multiple of it."""
-    paths, nodes, size = list[np.ndarray](), list[Node](), 0
+    paths, nodes, size = list[np.ndarray](), list[TreeNode](), 0
     branch = list[int]()  # the nodes of the last sample
     for i, content in enumerate(contents):
         common = _common(contents[i - 1], content) if share and i else 0
@@ -73,7 +73,7 @@ def tree_of(contents: Sequence[Tokens], share: bool, multiple: int = 1) -> Tree:
         if content.size > common:
             end = size + content.size - common
             branch.append(len(nodes))
-            nodes.append(Node(size, end, common, branch[-2] if len(branch) > 1 else -1))
+            nodes.append(TreeNode(size, end, common, branch[-2] if len(branch) > 1 else -1))
             paths.append(np.concatenate([before, np.arange(size, end)]))
             size = -(-end // multiple) * multiple
         else:
@@ -83,7 +83,7 @@ def tree_of(contents: Sequence[Tokens], share: bool, multiple: int = 1) -> Tree:
     return Tree(paths, [dataclasses.replace(nodes[n], parent=number[nodes[n].parent]) for n in order], size)
 
 
-def _cut(nodes: list[Node], number: int, depth: int) -> None:
+def _cut(nodes: list[TreeNode], number: int, depth: int) -> None:
     """The node ends at this position; the rest of it becomes its child."""
     node = nodes[number]
     at = node.first + depth - node.depth
@@ -92,7 +92,7 @@ def _cut(nodes: list[Node], number: int, depth: int) -> None:
     for other in nodes:
         if other.parent == number:
             other.parent = len(nodes)
-    nodes.append(Node(at, node.end, depth, number))
+    nodes.append(TreeNode(at, node.end, depth, number))
     node.end = at
 
 
