@@ -30,7 +30,7 @@ class Generation(Serving):
     are dropped. `auto`: 2 on GPUs (1 with `model.lora`), 0 on CPU and if generation continues during training."""
     media: Literal["auto"] | bool = "auto"
     """vLLM, of a model that takes media: false reads text alone, without the towers, and decodes faster. `auto`: true
-    if rows of the datasets have media."""
+    if rows of the datasets have media; set true if only tools return some."""
     denoising: Denoising | None = None
     """The policy is a diffusion or flow model with this sampler, see docs/diffusion.md. Default: a language model."""
 

@@ -66,7 +66,7 @@ def rows(values_B: Tensor, like: Tensor) -> Tensor:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """From the host. On a GPU the host does not wait for the work before: it prepares the next pass meanwhile."""
+    """From the host, without waiting for a GPU: the host prepares the next pass while the GPU computes."""
     if device.type != "cuda" or values.device.type == "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)

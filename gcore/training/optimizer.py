@@ -275,7 +275,7 @@ def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list
 
 
 def _beyond(parts: Sequence[Sequence[Tensor]], num_bytes: float) -> Sequence[Sequence[Tensor]]:
-    """All parts after the first ones, whose moments take at most so many bytes."""
+    """The parts whose moments leave the GPU: all but the first ones, which fit into these bytes."""
     for number, part in enumerate(parts):
         num_bytes -= sum(8 * local_of(parameter).numel() for parameter in part)
         if num_bytes < 0:

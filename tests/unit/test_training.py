@@ -706,7 +706,7 @@ def test_off_loaded_parts_are_full_and_not_larger():
 
 
 class LazyStream:
-    """A stream of a GPU that copies nothing before somebody waits for it: the latest that its device may be."""
+    """A stream of a GPU that copies as late as it may: when another stream or the host waits for it."""
 
     current: "LazyStream | None" = None
 
