@@ -61,7 +61,7 @@ def attend(
         return _attend_shared(query_THD, key_TGD, value_TGD, sharing, scale, sliding_window)[None], None
     spans = Spans(cu_seq_lens_q, max_length_q)
     if levels:
-        assert sliding_window is None and causal, "LogprobModel.can_share"
+        assert sliding_window is None and causal, "why_unshared"
         return prefixes.attend(query_THD, key_TGD, value_TGD, spans, levels, scale)[None], None
     return attend_row(query_THD, key_TGD, value_TGD, spans, scale, sliding_window, causal)[None], None
 

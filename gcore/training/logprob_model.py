@@ -24,6 +24,7 @@ from gcore.models.decoders import (
     FULL,
     MASKED_LOGIT,
     SLIDING,
+    Traits,
     decoder_of,
     expert_routers_of,
     implementation,
@@ -168,6 +169,18 @@ def _experts(
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
 
 
+def why_unshared(traits: Traits, varlen: bool) -> str:
+    """Why samples of such a decoder cannot share their prefixes in a row; empty: they can."""
+    if traits.recurrent:
+        return "recurrent layers hand their state from token to token of a row"
+    if traits.media_blocks:
+        return "the features of an image attend to later ones"
+    if varlen and SLIDING in traits.kinds:
+        return "layers with a window have no kernel for it"
+    others = set(traits.kinds) - {FULL, SLIDING, CHUNKED, "mlp", "moe"}
+    return f"layers of kind {min(others)} have not been compared" if others else ""
+
+
 class LogprobModel(nn.Module):
     """Implements step_model.StepModel. A causal language model that computes logits only at positions that predict a
     step. `replays`: a mixture of experts uses the experts that the engine has recorded."""
@@ -199,10 +212,10 @@ class LogprobModel(nn.Module):
         return not self.varlen
 
     @property
-    def can_share(self) -> bool:
-        allowed = {FULL, "mlp", "moe"} if self.varlen else {FULL, SLIDING, CHUNKED, "mlp", "moe"}
-        plain = not self.traits.media_blocks and self.compute.context == 1
-        return plain and set(self.traits.kinds) <= allowed
+    def unshared(self) -> str:
+        if self.compute.context > 1:
+            return "ranks share long samples (training.context_parallel)"
+        return why_unshared(self.traits, self.varlen)
 
     def checkpoint_activations(self) -> None:
         self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

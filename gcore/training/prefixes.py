@@ -28,8 +28,6 @@ from gcore.content.tokens import Tokens
 from gcore.training.ring import merge
 from gcore.training.varlen import Spans, attend_block, attend_block_backward, rounded
 
-SHORTEST = 32  # tokens of answers that are worth a node; prompts are shared at any length
-
 
 @dataclass(slots=True)
 class TreeNode:
@@ -64,7 +62,7 @@ def tree_of(contents: Sequence[Tokens], share: bool, multiple: int = 1) -> Tree:
     paths, nodes, size = list[np.ndarray](), list[TreeNode](), 0
     branch = list[int]()  # the nodes of the last sample
     for i, content in enumerate(contents):
-        common = _common(contents[i - 1], content) if share and i else 0
+        common, _ = content.common(contents[i - 1]) if share and i else (0, 0)
         while branch and nodes[branch[-1]].depth >= common:
             branch.pop()
         if branch:
@@ -94,25 +92,6 @@ def _cut(nodes: list[TreeNode], number: int, depth: int) -> None:
             other.parent = len(nodes)
     nodes.append(TreeNode(at, node.end, depth, number))
     node.end = at
-
-
-def _common(a: Tokens, b: Tokens) -> int:
-    """Tokens at the beginning of both, for which a network computes the same."""
-    tokens_a, tokens_b = a.tokens_T, b.tokens_T
-    common = min(len(tokens_a), len(tokens_b))
-    if (differ := (tokens_a[:common] != tokens_b[:common]).nonzero()[0]).size:
-        common = int(differ[0])
-    for medium, other in zip((*a.media, *(None,) * len(b.media)), (*b.media, *(None,) * len(a.media)), strict=False):
-        if medium is None or other is None or medium.key != other.key:
-            first = [int(m.places[0]) for m in (medium, other) if m is not None and m.places.size]
-            common = min([common, *first])
-            break
-    if a.experts is not None and b.experts is not None:  # recorded ones are replayed
-        known = min(common, len(a.experts), len(b.experts))
-        differs = (a.experts[:known] != b.experts[:known]).any((1, 2)).nonzero()[0]
-        common = int(differs[0]) if differs.size else common
-    prompt = min(len(a.tokens_P), len(b.tokens_P))
-    return common if common <= prompt or common - prompt >= SHORTEST else prompt
 
 
 # ---- attention without a mask ----------------------------------------------------------------------------------------

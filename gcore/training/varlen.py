@@ -38,9 +38,12 @@ class Spans:
 def usable(network: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Models whose attention needs more than scores and a window (sinks, capped scores, chunks, an indexer) are
     computed with masks."""
-    if device.type != "cuda" or dtype not in HALF or not _KERNEL or implementation(network.config) != "sdpa":
-        return False
-    return all(KINDS[kind].kernel for kind in traits_of(network.config).kinds)
+    return device.type == "cuda" and dtype in HALF and bool(_KERNEL) and fits(network.config)
+
+
+def fits(config: Any) -> bool:
+    """The kernel computes the attention of such a model."""
+    return implementation(config) == "sdpa" and all(KINDS[kind].kernel for kind in traits_of(config).kinds)
 
 
 def attend_row(
