@@ -38,6 +38,7 @@ class CostModel:
     flops: float = 1.0  # of a token: a forward pass of n tokens takes n * flops FLOPs, without attention and head
     towers: tuple[tuple[str, CostModel], ...] = ()  # what encodes media, by their kind
     patch: int = 196  # of a tower: pixels of an image that become one of its tokens
+    stateful: float = 0.0  # part of a token's cost in layers whose state each sample computes, also of a shared prefix
 
     @property
     def knows_flops(self) -> bool:
@@ -56,7 +57,7 @@ class CostModel:
         saved = 0.0
         for meta, prefix in zip(metas, shared_prefixes(metas), strict=True) if shares else ():
             media = sum(self.of_medium(kind, size) for kind, size in meta.work.media[: prefix.media])
-            saved += self.of(prefix.tokens) + media
+            saved += self.of(prefix.tokens) - self.stateful * prefix.tokens + media
         return sum(map(self.of_sample, metas)) - saved
 
     def of_token(self, context: float) -> float:

@@ -109,6 +109,7 @@ def _work(micro: MicroBatch, metas: Mapping[Key, SampleMeta], cost: CostModel) -
     rows = [[metas[key] for key in row] for row in micro.rows]
     samples = [meta for row in rows for meta in row]
     saved = [prefix.tokens for row in rows for prefix in (shared_prefixes(row) if micro.shares else ())]
-    tokens = sum(m.work.passes * m.length + cost.head * m.steps for m in samples) - sum(saved)
+    tokens = sum(m.work.passes * m.length + cost.head * m.steps for m in samples)
+    tokens -= (1 - cost.stateful) * sum(saved)
     pairs = sum(m.work.passes * m.length**2 * (1 if cost.causal else 2) for m in samples) - sum(n * n for n in saved)
     return tokens / micro.context, pairs / micro.context

@@ -20,8 +20,6 @@ from torch.nn.functional import pad
 from gcore.content.media import on_device
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
 from gcore.models.decoders import (
-    CHUNKED,
-    FULL,
     MASKED_LOGIT,
     SLIDING,
     Traits,
@@ -31,7 +29,7 @@ from gcore.models.decoders import (
     layers_of,
     traits_of,
 )
-from gcore.models.recurrent import Recurrence, Samples
+from gcore.models.recurrent import Recurrence, Samples, WholeSamples
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
 from gcore.training.fused_head import Candidates, Head, Scaling, allowed_tokens, token_logprobs
@@ -171,14 +169,11 @@ LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is re
 
 def why_unshared(traits: Traits, varlen: bool) -> str:
     """Why samples of such a decoder cannot share their prefixes in a row; empty: they can."""
-    if traits.recurrent:
-        return "recurrent layers hand their state from token to token of a row"
     if traits.media_blocks:
         return "the features of an image attend to later ones"
     if varlen and SLIDING in traits.kinds:
         return "layers with a window have no kernel for it"
-    others = set(traits.kinds) - {FULL, SLIDING, CHUNKED, "mlp", "moe"}
-    return f"layers of kind {min(others)} have not been compared" if others else ""
+    return ""
 
 
 class LogprobModel(nn.Module):
@@ -253,6 +248,8 @@ class LogprobModel(nn.Module):
         if packed.starts is not None:
             inputs |= {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest}
             inputs |= {"sharing": packed.sharing, "levels": packed.levels}
+            if packed.levels and self.recurrence is not None and self.recurrence.takes_lengths:
+                inputs["whole"] = WholeSamples.of(packed.paths, packed.tokens_RW.device)
         elif packed.mask_R1WW is not None:
             inputs["attention_mask"] = self._masks(packed.mask_R1WW, positions_RW=packed.positions_RW)
         else:  # one sample per row: transformers makes positions and mask

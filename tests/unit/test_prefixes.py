@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from gcore.content.tokens import SHORTEST, Tokens
 from gcore.cost.shapes import SHAPES
 from gcore.cost.workload import CostModel, shared_prefixes
-from gcore.models.networks import unify_passes
+from gcore.models.networks import auto_class, unify_passes
 from gcore.preparation.assignment import WIDTH_BLOCK
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import metas_of
@@ -98,30 +97,39 @@ def computed(network: Any, samples: list[Sample], shares: bool, in_one_row: bool
     return logprobs.detach(), entropies.detach(), gradients, packed.tokens_RW.numel()
 
 
-def check(network: Any, samples: list[Sample], in_one_row: bool, seed: int) -> None:
+def check(network: Any, samples: list[Sample], in_one_row: bool, seed: int, close: float, relative: float) -> None:
+    """`relative`: to the largest entry of a gradient."""
     *whole, many = computed(network, samples, False, in_one_row, seed)
     *shared, few = computed(network, samples, True, in_one_row, seed)
     assert few < 0.8 * many
-    assert torch.allclose(whole[0], shared[0], atol=1e-5) and torch.allclose(whole[1], shared[1], atol=1e-5)
+    assert torch.allclose(whole[0], shared[0], atol=close) and torch.allclose(whole[1], shared[1], atol=close)
     assert whole[2].keys() == shared[2].keys()
     for name, gradient in whole[2].items():
-        assert (gradient - shared[2][name]).abs().max() <= 1e-6 + 1e-5 * gradient.abs().max(), name
+        assert (gradient - shared[2][name]).abs().max() <= 1e-6 + relative * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 @pytest.mark.parametrize("in_one_row", [False, True], ids=["masked", "varlen"])
 def test_logprobs_and_gradients_are_those_of_whole_samples(architecture, in_one_row, seed):
+    """In float64, up to the head and the norms, which are in float32; in float32 too."""
     build = {**RECIPE["model"]["build"], "architecture": architecture, "max_length": 256}
-    check(network_of(config_of(model={"build": build})), samples_of(seed), in_one_row, seed)
+    network = network_of(config_of(model={"build": build}))
+    check(network.double(), samples_of(seed), in_one_row, seed, close=1e-6, relative=1e-6)
+    check(network.float(), samples_of(seed), in_one_row, seed, close=2e-6, relative=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4", "qwen3_moe"])
-def test_windows_and_chunks_count_positions(name):
+WINDOWS = ["mistral", "gemma3", "llama4", "qwen3_moe", "deepseek_v32"]
+STATES = ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2", "mamba2", "minimax", "kimi_linear", "glm5_next", "qwen4_exp"]
+
+
+@pytest.mark.parametrize("name", [*WINDOWS, *STATES])
+def test_layers_of_all_kinds_follow_the_sample_and_not_the_row(name):
+    """Windows and chunks count positions; a state goes from a prefix to each of its children."""
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(FAMILIES[name](), attn_implementation="sdpa")
+    network = auto_class(FAMILIES[name]()).from_config(FAMILIES[name]())
     unify_passes(network)
-    check(network, samples_of(4), False, 1)
+    check(network, samples_of(4, (1, 2)), False, 1, close=1e-5, relative=1e-4 if name in STATES else 1e-5)
 
 
 def test_recorded_experts_that_differ_are_not_shared():
