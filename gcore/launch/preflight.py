@@ -130,7 +130,7 @@ def _unshared(config: Config, plan: Plan, warnings: list[str]) -> str:
     wanted, key = config.training.share_prefixes, "training.share_prefixes"
     if wanted is False:
         return f"{key}=false"
-    if why := kind_of(config).unshared(plan.gpus > 0):
+    if why := kind_of(config).unshared():
         if wanted is True:
             raise UserError(f"{key}=true: {why}; expected auto or false")
         return why

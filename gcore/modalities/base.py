@@ -48,7 +48,7 @@ class PolicyKind(Protocol):
         """Checks of the network without its weights. Raises UserError."""
         ...
 
-    def unshared(self, on_gpu: bool) -> str:
+    def unshared(self) -> str:
         """Why trainer ranks cannot compute once what samples have in common; empty: they can."""
         ...
 

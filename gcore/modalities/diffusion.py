@@ -50,7 +50,7 @@ class Diffusion:
 
         check_denoiser(self.config)
 
-    def unshared(self, on_gpu: bool) -> str:
+    def unshared(self) -> str:
         return "samples of a diffusion model have no prefixes"
 
     @property

@@ -84,7 +84,7 @@ class Language:
 
             check_policy(config.model, self.tokenizer, config.max_length)
 
-    def unshared(self, on_gpu: bool) -> str:
+    def unshared(self) -> str:
         config, training = self.config, self.config.training
         if training.backend != "fsdp":
             return f"training.backend={training.backend}"
@@ -93,10 +93,8 @@ class Language:
         from gcore.models.decoders import traits_of
         from gcore.models.networks import config_of
         from gcore.training.logprob_model import why_unshared
-        from gcore.training.varlen import fits
 
-        found = config_of(config.model, self.tokenizer, config.max_length)
-        return why_unshared(traits_of(found), on_gpu and training.dtype != "float32" and fits(found))
+        return why_unshared(traits_of(config_of(config.model, self.tokenizer, config.max_length)))
 
     @cached_property
     def tokenizer(self) -> Any:

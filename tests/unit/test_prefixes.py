@@ -19,7 +19,7 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import metas_of
 from gcore.preparation.step_times import shared_tokens
 from gcore.training.logprob_model import LogprobModel, to_tensors
-from gcore.training.prefixes import levels_of, tree_of
+from gcore.training.prefixes import seen_by_nodes, tree_of
 from gcore.types import MicroBatch, Sample, SampleMeta, SampleWork, SharedPrefix
 from tests.contract.test_families import FAMILIES
 from tests.unit.test_training import RECIPE, config_of, network_of
@@ -81,8 +81,10 @@ def test_a_row_holds_each_node_once(seed):
             visible = np.flatnonzero(seen[node_of[path[at]], node_of] & (np.arange(tree.size) <= path[at]))
             assert visible.tolist() == path[: at + 1].tolist()
     assert tree.size < tree_of(contents, share=False).size
-    pairs = sum(len(level.queries.starts_N) - 1 for level in levels_of(tree, CPU))
-    assert pairs == len({node.parent for node in tree.nodes} - {-1})
+    keys = seen_by_nodes(tree, CPU)
+    assert keys is not None
+    for i, part in enumerate(keys.index.tensor_split(keys.spans.starts_N[1:-1].long())):
+        assert part.tolist() == np.flatnonzero(seen[i, node_of]).tolist()
 
 
 def computed(network: Any, samples: list[Sample], shares: bool, in_one_row: bool, seed: int) -> tuple[Any, ...]:
@@ -123,13 +125,16 @@ WINDOWS = ["mistral", "gemma3", "llama4", "qwen3_moe", "deepseek_v32"]
 STATES = ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2", "mamba2", "minimax", "kimi_linear", "glm5_next", "qwen4_exp"]
 
 
-@pytest.mark.parametrize("name", [*WINDOWS, *STATES])
-def test_layers_of_all_kinds_follow_the_sample_and_not_the_row(name):
+ROWS = [(name, False) for name in (*WINDOWS, *STATES)] + [("mistral", True), ("qwen3_moe", True)]
+
+
+@pytest.mark.parametrize(("name", "in_one_row"), ROWS)
+def test_layers_of_all_kinds_follow_the_sample_and_not_the_row(name, in_one_row):
     """Windows and chunks count positions; a state goes from a prefix to each of its children."""
     torch.manual_seed(0)
     network = auto_class(FAMILIES[name]()).from_config(FAMILIES[name]())
     unify_passes(network)
-    check(network, samples_of(4, (1, 2)), False, 1, close=1e-5, relative=1e-4 if name in STATES else 1e-5)
+    check(network, samples_of(4, (1, 2)), in_one_row, 1, close=1e-5, relative=1e-4 if name in STATES else 1e-5)
 
 
 def test_recorded_experts_that_differ_are_not_shared():
