@@ -40,7 +40,7 @@ from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.models.decoders import KINDS, traits_of  # noqa: E402
 from gcore.observe.trace import Tracer  # noqa: E402
 from gcore.preparation.balance import make_layout  # noqa: E402
-from gcore.preparation.samples import meta_of  # noqa: E402
+from gcore.preparation.samples import metas_of  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.gloo import join  # noqa: E402
 from gcore.training.backend import NewNetwork  # noqa: E402
@@ -195,7 +195,7 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     samples = samples_of(args, lengths)
     total = sum(sample.content.size for sample in samples)
     budget = args.micro_tokens or 2 * args.sequences * (args.prompt + args.response)
-    metas = [meta_of(sample) for sample in samples]
+    metas = metas_of(samples)
     cost = CostModel(6.0 * SHAPES[args.model].hidden)
     (batch,) = make_layout(metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=cost, shares=args.share)
     batch, trainer = with_advantages(batch, samples), trainer_of(args, variant, device)
@@ -277,7 +277,7 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
     samples = samples_of(args, "mix")[:8]
     by_key = {sample.key: sample for sample in samples}
     (batch,) = make_layout(
-        [meta_of(s) for s in samples], step=1, num_ranks=1, mini_batches=1, max_tokens=1 << 20, cost=CostModel(1e4)
+        metas_of(samples), step=1, num_ranks=1, mini_batches=1, max_tokens=1 << 20, cost=CostModel(1e4)
     )
     policy = policy_of(trainer_of(args, "compiled" if device.type == "cuda" else "eager", device))
     exact = network_of(args, device)
@@ -315,9 +315,7 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
 def skipped(args: argparse.Namespace, device: torch.device) -> None:
     """An update with NaN gradients must change no weight, and the next one must train."""
     good = samples_of(args, "mix")[:8]
-    (batch,) = make_layout(
-        [meta_of(s) for s in good], step=1, num_ranks=1, mini_batches=1, max_tokens=1 << 20, cost=CostModel(1e4)
-    )
+    (batch,) = make_layout(metas_of(good), step=1, num_ranks=1, mini_batches=1, max_tokens=1 << 20, cost=CostModel(1e4))
     trainer = trainer_of(args, "compiled" if device.type == "cuda" else "eager", device)
 
     def weights() -> list[Any]:

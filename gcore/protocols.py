@@ -143,7 +143,7 @@ class TrainerInfo:
     padded: bool = True  # micro-batches are computed as rows with a mask; False: sample by sample, without padding
     sharded: bool = False  # ranks share weights, so they wait for each other in every micro-batch
     device: str = ""  # name of its GPU
-    shares: bool = False  # training.share_prefixes: neighbours in a row share their prefixes
+    shares: bool | Literal["auto"] = False  # training.share_prefixes, if its networks can
 
 
 @dataclass(frozen=True, slots=True)

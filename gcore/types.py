@@ -16,7 +16,7 @@ import contextlib
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -256,7 +256,14 @@ class SampleWork:
     length: int  # tokens of one pass of the network: the size of the content
     passes: int = 1  # over these tokens: 1 for a sequence; of a denoiser, the steps that are trained
     media: tuple[tuple[str, int], ...] = ()  # that towers encode: the kind of each, and its size, such as pixels
-    prefix: tuple[int, bytes] = (0, b"")  # tokens at the beginning that are equal for equal bytes
+
+
+class SharedPrefix(NamedTuple):
+    """A beginning that several siblings have in common. SharedPrefix(first=0, tokens=272, media=1)"""
+
+    first: int = 0  # the lowest number of these siblings
+    tokens: int = 0
+    media: int = 0  # entries of SampleWork.media
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +276,16 @@ class SampleMeta:
     actions: int  # steps that count in the loss
     digest: bytes = b""  # of the steps, for samples_digest
     steps: int = 0  # all of them: the head of a network predicts each
+    shared: tuple[SharedPrefix, ...] = ()  # with siblings, shorter ones first: the path to it in the tree of its group
 
     @property
     def key(self) -> tuple[int, int]:
         return (self.prompt_id, self.sibling)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Siblings in this order have those next to them with which they have most in common."""
+        return (self.prompt_id, *(prefix.first for prefix in self.shared), self.sibling)
 
     @property
     def length(self) -> int:

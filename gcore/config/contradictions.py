@@ -201,7 +201,7 @@ def _check_megatron(config: Config) -> None:
             refuse(f"{TRAINER}.{key}", getattr(trainer, key) > 1, "1, or training.backend=megatron")
         return
     refuse("model.lora", config.model.lora is not None, "none, or training.backend=fsdp: there are no adapters")
-    refuse("training.share_prefixes", training.share_prefixes, "false")
+    refuse("training.share_prefixes", training.share_prefixes is True, "auto or false")
     refuse("training.offload", training.offload not in ("auto", "none"), "auto or none: its state is on the device")
     refuse(f"{TRAINER}.shard", trainer.shard != "auto", "auto: all data-parallel ranks share the optimizer")
     # With two stages both neighbours are one rank, and Megatron receives gradients as activations.

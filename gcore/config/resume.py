@@ -19,6 +19,7 @@ FREE = (
     *("run.epochs", "run.on_step", "run.max_restarts", "run.hang_s", "run.no_progress_s", "faults*"),
     *("placement.*", "checkpoint.*", "observe.*", "evaluation.*"),
     *("training.compile", "training.activation_checkpointing", "training.offload", "training.max_tokens_per_gpu"),
+    "training.share_prefixes",
     *("training.max_bad_updates", "*.emulated*"),
     # The content of the prompts is compared by its checksum.
     *("data.eval*", "data.max_prompt_length", "data.system_prompt"),

@@ -45,6 +45,15 @@ class Content(Protocol):
         """What a trainer rank computes for it, `size` among it."""
         ...
 
+    def common(self, other: Self) -> tuple[int, int]:
+        """What both begin with and a network computes alike: tokens, and entries of `work.media` in them. Zeros, if it
+        is too short to be computed once."""
+        ...
+
+    def order(self) -> bytes:
+        """Contents that begin alike are neighbours in this order."""
+        ...
+
     @property
     def nbytes(self) -> int:
         """Bytes to send. A reference counts as 0."""

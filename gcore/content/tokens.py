@@ -6,6 +6,7 @@ This module joins, splits, hashes and saves tokens. The rows of a micro-batch ar
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from gcore.types import SamplingParams
 
 NO_TOKENS: Ints = np.zeros(0, np.int32)
+SHORTEST = 32  # tokens of answers, or of different prompts, that are worth sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +100,31 @@ class Tokens:
 
     @property
     def work(self) -> SampleWork:
-        context = hashlib.blake2b(self.context_bytes(), digest_size=8).digest()
-        media = tuple(each for medium in self.media for each in medium.work)
-        return SampleWork(self.size, media=media, prefix=(len(self.tokens_P), context))
+        return SampleWork(self.size, media=tuple(each for medium in self.media for each in medium.work))
+
+    def common(self, other: Tokens) -> tuple[int, int]:
+        tokens_T, others_T = self.tokens_T, other.tokens_T
+        common = min(len(tokens_T), len(others_T))
+        if (differ := (tokens_T[:common] != others_T[:common]).nonzero()[0]).size:
+            common = int(differ[0])
+        for medium, another in itertools.zip_longest(self.media, other.media):
+            if medium is None or another is None or medium.key != another.key:
+                places = [int(m.places[0]) for m in (medium, another) if m is not None and m.places.size]
+                common = min([common, *places])
+                break
+        if self.experts is not None and other.experts is not None:  # recorded ones are replayed
+            known = min(common, len(self.experts), len(other.experts))
+            differs = (self.experts[:known] != other.experts[:known]).any((1, 2)).nonzero()[0]
+            common = int(differs[0]) if differs.size else common
+        elif (self.experts is None) != (other.experts is None):
+            return 0, 0
+        prompt = min(len(self.tokens_P), len(other.tokens_P))
+        whole = prompt if common >= prompt else 0  # a prompt that both have is shared at any length
+        common = common if common - whole >= SHORTEST else whole
+        return common, sum(len(m.work) for m in self.media if m.places.size and m.places[0] < common)
+
+    def order(self) -> bytes:
+        return self.tokens_T.astype(">i4").tobytes()
 
     @property
     def nbytes(self) -> int:

@@ -29,7 +29,7 @@ from gcore.cost.workload import CostModel
 from gcore.modalities.table import kind_of
 from gcore.observe.links import Link, Links, LinkScope
 from gcore.preparation.balance import join_parts, make_layout, num_parts
-from gcore.preparation.samples import meta_of
+from gcore.preparation.samples import metas_of
 from gcore.preparation.step_times import StepTimes
 from gcore.protocols import ControllerGroup, ExchangedColumn, Metric, TrainerInfo, UpdateStats, add_metrics
 from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch
@@ -187,7 +187,7 @@ class Dispatcher:
     ) -> tuple[list[SampleMeta], list[TrainBatch]]:
         """Compute the layout and push each sample to the rank that trains on it. Only metadata is gathered. Returns the
         batches of the trainer's data-parallel ranks."""
-        gathered = await self._group.all_gather(f"samples of step {step}", [meta_of(s) for s in samples])
+        gathered = await self._group.all_gather(f"samples of step {step}", metas_of(samples))
         metas = [meta for part in gathered for meta in part]
         if not metas:
             return metas, []

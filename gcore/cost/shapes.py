@@ -132,8 +132,13 @@ class Shape:
             2.0 * self.product_parameters - head + 6.0 * self.state_values
         )  # a state is read, changed and multiplied
         pair = 4.0 * self._with_attention * (self.heads * self.head_dim if self.latent is None else self.latent.width)
+        stateful = 2.0 * (self.layers - self._with_attention) * self.mixer + 6.0 * self.state_values
         return CostModel(
-            crossover=2 * token / pair if pair else math.inf, head=head / token, flops=token, towers=self.towers
+            crossover=2 * token / pair if pair else math.inf,
+            head=head / token,
+            flops=token,
+            towers=self.towers,
+            stateful=stateful / token,
         )
 
     def forward_flops(self, context: float) -> float:

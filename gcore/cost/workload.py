@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gcore.types import SampleMeta
+from gcore.types import SampleMeta, SharedPrefix
 
 UPDATE = 3  # forward passes that forward and backward cost, without recomputation
 MICRO_BATCH_TOKENS = 128.0  # cost of a micro-batch beyond its samples: kernel launches, weights to gather. Chosen
+NOTHING = SharedPrefix()
 PRIOR_WEIGHT = 0.3  # of the FLOPs of the model in a fit; an observation has weight 1
 
 
@@ -37,6 +38,7 @@ class CostModel:
     flops: float = 1.0  # of a token: a forward pass of n tokens takes n * flops FLOPs, without attention and head
     towers: tuple[tuple[str, CostModel], ...] = ()  # what encodes media, by their kind
     patch: int = 196  # of a tower: pixels of an image that become one of its tokens
+    stateful: float = 0.0  # part of a token's cost in layers whose state each sample computes, also of a shared prefix
 
     @property
     def knows_flops(self) -> bool:
@@ -53,9 +55,9 @@ class CostModel:
     def of_samples(self, metas: Sequence[SampleMeta], shares: bool) -> float:
         """Of neighbours in a row."""
         saved = 0.0
-        for meta in shared_prefixes(metas) if shares else ():
-            media = sum(self.of_medium(kind, size) for kind, size in meta.work.media)
-            saved += self.of(meta.work.prefix[0]) + media
+        for meta, prefix in zip(metas, shared_prefixes(metas), strict=True) if shares else ():
+            media = sum(self.of_medium(kind, size) for kind, size in meta.work.media[: prefix.media])
+            saved += self.of(prefix.tokens) - self.stateful * prefix.tokens + media
         return sum(map(self.of_sample, metas)) - saved
 
     def of_token(self, context: float) -> float:
@@ -80,10 +82,19 @@ class CostModel:
         return tower.of(-(-size // tower.patch)) * tower.flops / self.flops
 
 
-def shared_prefixes(metas: Sequence[SampleMeta]) -> list[SampleMeta]:
-    """The samples whose prefix is that of their neighbour before them."""
-    pairs = itertools.pairwise(metas)
-    return [b for a, b in pairs if a.prompt_id == b.prompt_id and a.work.prefix == b.work.prefix and b.work.prefix[0]]
+def shared_prefixes(metas: Sequence[SampleMeta]) -> list[SharedPrefix]:
+    """What each sample of a row has in common with the one before it."""
+    return [shared_prefix(before, meta) for before, meta in zip((None, *metas[:-1]), metas, strict=True)]
+
+
+def shared_prefix(before: SampleMeta | None, meta: SampleMeta) -> SharedPrefix:
+    found = NOTHING
+    if before is not None and before.prompt_id == meta.prompt_id:
+        for prefix, other in zip(meta.shared, before.shared, strict=False):
+            if prefix != other:
+                break
+            found = prefix
+    return found
 
 
 # ---- fit to measured times ----------------------------------------------------------------------------------------

@@ -29,9 +29,10 @@ from gcore.launch.gpu_memory import memory_lines
 from gcore.launch.machines import see_cluster
 from gcore.launch.pins import pin
 from gcore.launch.plan import Plan
-from gcore.launch.preflight import DatasetCheck, make_ready
+from gcore.launch.preflight import DatasetCheck, ReadyRun, answers_per_prompt, make_ready
 from gcore.launch.user_code import load_on_step
 from gcore.modalities.table import kind_of
+from gcore.preparation.balance import LEAST_SAVED
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
@@ -69,6 +70,7 @@ def dry_run(config: Config) -> None:
     _show("memory", _memory(config, plan))
     print(files)
     _show("epochs", *about_steps)
+    _show("prefixes", _sharing(config, ready))
     _show("GPU memory", *memory_lines(ready.memory))
     _show("", *filter(None, (ready.mode_note, _decoding(config, plan))))
     print()
@@ -201,6 +203,26 @@ def _memory(config: Config, plan: Plan) -> str:
     if len(nodes) == 1:
         return memory_line(nodes[0][1], nodes[0][0])
     return "; ".join(f"{node.address} {memory_line(parts, node)}" for node, parts in nodes)
+
+
+def _sharing(config: Config, ready: ReadyRun) -> str:
+    """What training.share_prefixes does with prompts as long as those that were checked."""
+    if ready.unshared:
+        return f"every sample has its own: {ready.unshared}"
+    answers, wanted = answers_per_prompt(config), config.training.share_prefixes
+    if answers == 1:
+        return "one answer per prompt: nothing to share, unless a workflow makes more"
+    prompts = [data.mean for data in ready.datasets if data.key == "data.train" and data.mean]
+    when = f"where that saves {LEAST_SAVED:.0%} of an update or more" if wanted == "auto" else "in every update"
+    text = f"computed once for siblings {when} (training.share_prefixes={str(wanted).lower()})"
+    if not prompts or config.is_offline:
+        return text
+    whole, response = answers * prompts[0], config.generation.max_response_length
+    least = (whole - prompts[0]) / (whole + answers * response)
+    return (
+        f"{text}: with {answers} siblings and {prompts[0]:.0f} tokens per prompt, {least:.0%} of the tokens if all "
+        f"responses have {response}, more if they are shorter"
+    )
 
 
 def _dataset(data: DatasetCheck, limit: int) -> str:

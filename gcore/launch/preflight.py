@@ -82,6 +82,7 @@ class DatasetCheck:
     num_checked: int
     too_long: tuple[int, ...]  # row numbers
     longest: int  # tokens
+    mean: float  # tokens of those that are not too long
     prompt: Prompt | None  # the first one that is not too long
     digest: str = ""  # sample_digest
     note: str = ""  # for the user
@@ -99,6 +100,7 @@ class ReadyRun:
     warnings: list[str]
     datasets: list[DatasetCheck]
     tokenizer: Any  # of the policy
+    unshared: str = ""  # why samples do not share prefixes; empty: they can
 
     @property
     def notes(self) -> list[str]:
@@ -119,7 +121,29 @@ def make_ready(config: Config, cluster: Cluster, trains: bool = True) -> ReadyRu
     if config.generation.media == "auto":
         media = any(data.has_media for data in datasets)
         config = config.changed("generation", media=media)
-    return ReadyRun(config, plan, mode_note, memory, warnings, datasets, tokenizer)
+    unshared = _unshared(config, plan, warnings) if trains else ""
+    return ReadyRun(config, plan, mode_note, memory, warnings, datasets, tokenizer, unshared)
+
+
+def _unshared(config: Config, plan: Plan, warnings: list[str]) -> str:
+    """Why samples do not share prefixes. UserError if the recipe asks for what is not possible."""
+    wanted, key = config.training.share_prefixes, "training.share_prefixes"
+    if wanted is False:
+        return f"{key}=false"
+    if why := kind_of(config).unshared():
+        if wanted is True:
+            raise UserError(f"{key}=true: {why}; expected auto or false")
+        return why
+    if wanted is True and answers_per_prompt(config) == 1:
+        warnings.append(f"{key}=true: no effect with one answer per prompt")
+    return ""
+
+
+def answers_per_prompt(config: Config) -> int:
+    """That are trained on."""
+    if config.needs.pairs:
+        return 2
+    return 1 if config.is_offline else config.sampling.samples_per_prompt
 
 
 def preflight(config: Config, plan: Plan, trains: bool = True) -> tuple[list[str], list[DatasetCheck], Any]:
@@ -335,7 +359,7 @@ def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck
     """Render the sampled rows with the template, and their demonstrations if there is a warm start."""
     templater = kind.templater(data.split, data.eval_set)
     limit, longest = config.data.max_prompt_length, 0
-    too_long: list[int] = []
+    too_long, lengths = list[int](), list[int]()
     bad: dict[int, str] = {}
     num_media = 0
     first: Prompt | None = None
@@ -355,8 +379,9 @@ def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck
         longest = max(longest, templater.length(prompt))
         if templater.length(prompt) > limit:
             too_long.append(index)
-        elif first is None:
-            first = prompt
+            continue
+        lengths.append(prompt.content.size)
+        first = first or prompt
     check_bad_rows(bad, len(data.rows), config.data.media.max_bad_rows, data.key)
     note = _text_alone(data, kind.media[0]) if kind.media and not num_media else ""
     if first is None and len(data.sample) == len(data.rows):
@@ -365,7 +390,8 @@ def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck
             f"{longest} tokens)"
         )
     digest = sample_digest(data.rows)
-    checked = len(data.rows), len(data.sample), tuple(too_long), longest, first, digest, note
+    mean = sum(lengths) / len(lengths) if lengths else 0.0
+    checked = len(data.rows), len(data.sample), tuple(too_long), longest, mean, first, digest, note
     return DatasetCheck(data.key, *checked, has_media=num_media > 0 or bool(bad))
 
 

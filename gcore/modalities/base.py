@@ -48,6 +48,10 @@ class PolicyKind(Protocol):
         """Checks of the network without its weights. Raises UserError."""
         ...
 
+    def unshared(self) -> str:
+        """Why trainer ranks cannot compute once what samples have in common; empty: they can."""
+        ...
+
     @property
     def activation_bytes(self) -> float | None:
         """Of one sample, if they alone decide about the memory of trainer ranks. None: the shape of a language model

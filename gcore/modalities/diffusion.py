@@ -50,6 +50,9 @@ class Diffusion:
 
         check_denoiser(self.config)
 
+    def unshared(self) -> str:
+        return "samples of a diffusion model have no prefixes"
+
     @property
     def activation_bytes(self) -> float:
         """Without recomputation: the passes of one sample are in one micro-batch. 0: a small model that is built."""

@@ -84,6 +84,18 @@ class Language:
 
             check_policy(config.model, self.tokenizer, config.max_length)
 
+    def unshared(self) -> str:
+        config, training = self.config, self.config.training
+        if training.backend != "fsdp":
+            return f"training.backend={training.backend}"
+        if training.context_parallel > 1:
+            return f"training.context_parallel={training.context_parallel}"
+        from gcore.models.decoders import traits_of
+        from gcore.models.networks import config_of
+        from gcore.training.logprob_model import why_unshared
+
+        return why_unshared(traits_of(config_of(config.model, self.tokenizer, config.max_length)))
+
     @cached_property
     def tokenizer(self) -> Any:
         return load_tokenizer(self.config.model, chat=self.config.objective == "reward_model")

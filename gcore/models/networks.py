@@ -131,6 +131,11 @@ def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
         adapters_of(network, model.lora)
 
 
+def config_of(model: Model, tokenizer: Any, max_length: int | None) -> Any:
+    """Of transformers, for the network of this model."""
+    return make_empty(model, tokenizer, max_length).config if model.build is not None else _config(model, max_length)
+
+
 def auto_class(config: Any) -> Any:
     """The class of transformers that makes a policy of this configuration."""
     row, alone = FAMILIES.get(config.model_type), config.model_type in TEXT_ALONE

@@ -11,6 +11,11 @@ memory and time grow with N x longest, and never with the square of the row.
 
 On GPUs, layers with the gated delta rule read a row as it is, with the kernels of flash-linear-attention, which take
 the cumulative lengths of its samples.
+
+Where samples share prefixes (training/prefixes.py), a state goes to several children. The state is computed again for
+each sample, from its first token on, and the tokens of a prefix keep what the first sample computes for them. With the
+kernels of flash-linear-attention, that is the recurrence alone. In the batch above it is the module that carries the
+state, with its matrices.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -54,8 +60,10 @@ class Samples:
         index_NL = torch.from_numpy(np.stack([np.pad(path, (0, longest - len(path)), "edge") for path in paths]))
         lengths_N1 = torch.tensor([len(path) for path in paths])[:, None]
         inside = (torch.arange(longest) < lengths_N1).flatten().nonzero()[:, 0]
-        self._index_NL, self._inside = index_NL.to(device), inside.to(device)
-        self._tokens = index_NL.flatten()[inside].to(device)
+        # of a prefix that several samples have, what the first one computes: it is the same
+        tokens, first = np.unique(index_NL.flatten()[inside].numpy(), return_index=True)
+        self._index_NL, self._inside = index_NL.to(device), inside[torch.from_numpy(first)].to(device)
+        self._tokens = torch.from_numpy(tokens).to(device)
 
     def batch(self, rows: Any) -> Any:
         """[samples, longest, ...] of a tensor, or of all tensors in a tuple or a dict. A shorter sample is padded with
@@ -79,6 +87,29 @@ class Samples:
         return rows.index_copy(0, self._tokens, flat[self._inside]).view(*self._shape, -1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeSamples:
+    """One row of whole samples, of a row in which they share prefixes."""
+
+    index_L: Tensor  # of their tokens in the row
+    starts: Tensor  # where each sample begins, and the end; int32
+    first_W: Tensor  # where each token of the row is first
+
+    @staticmethod
+    def of(paths: Sequence[np.ndarray], device: Any) -> WholeSamples:
+        index = np.concatenate(paths)
+        starts = np.cumsum([0, *map(len, paths)], dtype=np.int32)
+        first = np.unique(index, return_index=True)[1]
+        index_L, all_starts, first_W = (torch.from_numpy(each).to(device) for each in (index, starts, first))
+        return WholeSamples(index_L, all_starts, first_W)
+
+    def gather(self, rows_1W: Tensor) -> Tensor:
+        return rows_1W.index_select(1, self.index_L)
+
+    def scatter(self, samples_1L: Tensor) -> Tensor:
+        return samples_1L.index_select(1, self.first_W)
+
+
 def takes_lengths(mixer: nn.Module) -> bool:
     """Whether this layer computes a packed row exactly when it is called with `cu_seq_lens_q`. Two functions of its
     module are replaced: transformers' own convolution ignores them, and in compiled layers its delta rule is the loop
@@ -93,7 +124,7 @@ def takes_lengths(mixer: nn.Module) -> bool:
 
         for kernel in (l2norm_fwd_kernel, l2norm_bwd_kernel):
             kernel.keys = ["D"]  # not the number of tokens, for which its variants would be measured again and again
-        module.torch_chunk_gated_delta_rule = torch.compiler.disable(chunk_gated_delta_rule)
+        module.torch_chunk_gated_delta_rule = _delta_rule(chunk_gated_delta_rule)
         module.causal_conv1d_fn = _convolution(module.causal_conv1d_fn)
     return True
 
@@ -111,6 +142,18 @@ def choose_variants(mixer: nn.Module, hidden: int, device: str, dtype: torch.dty
     (output[0] if isinstance(output, tuple) else output).sum().backward()
 
 
+def _delta_rule(of_samples: Callable[..., Any]) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def of_rows(*rows: Tensor, whole: WholeSamples | None = None, **kwargs: Any) -> Any:
+        if whole is None:
+            return of_samples(*rows, **kwargs)
+        kwargs |= {name: whole.gather(kwargs[name]) for name in ("g", "beta")}
+        output, state = of_samples(*map(whole.gather, rows), **{**kwargs, "cu_seqlens": whole.starts})
+        return whole.scatter(output), state
+
+    return of_rows
+
+
 def _convolution(of_rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from fla.modules.causal_conv1d import causal_conv1d
 
@@ -119,8 +162,11 @@ def _convolution(of_rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if (starts := kwargs.get("cu_seq_lens_q")) is None:
             return of_rows(values_RDW, weight, bias, **kwargs)
         activation, rows_RWD = kwargs.get("activation"), values_RDW.transpose(1, 2)
+        whole: WholeSamples | None = kwargs.get("whole")
+        if whole is not None:
+            rows_RWD, starts = whole.gather(rows_RWD), whole.starts
         output: Tensor = causal_conv1d(rows_RWD, weight, bias, activation=activation, cu_seqlens=starts)[0]
-        return output.transpose(1, 2)
+        return (output if whole is None else whole.scatter(output)).transpose(1, 2)
 
     of_samples.for_rows = of_rows
     return of_samples

@@ -9,8 +9,10 @@ the micro-batches at one *position* of the ranks' lists should cost the same; ot
 out in *parts* of at most PART ranks, to which samples are dealt by cost: several controllers can make parts of a layout
 at the same time, and `join_parts` puts them together.
 
-Siblings with media are neighbours where rows need no mask, because their media are encoded once per micro-batch. All
-siblings are, where a rank computes a prompt once for neighbours (`shares`).
+Siblings with media are neighbours where rows need no mask, because their media are encoded once per micro-batch. Where
+neighbours share their prefixes (training/prefixes.py), parts of a group of several sizes are tried as *units* that stay
+together: large ones save more tokens, small ones are easier to balance. The layout that takes the least time is used,
+and `auto` shares only where that is faster than the fastest layout of whole samples.
 
 Invariants (tests/unit/test_balance.py): every sample is in exactly one row of one group of ranks; no row is wider than
 its micro-batch; no micro-batch exceeds the token budget of its ranks; all ranks have the same number of micro-batches
@@ -22,10 +24,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from gcore.cost.workload import MICRO_BATCH_TOKENS, CostModel, shared_prefixes
+from gcore.cost.workload import MICRO_BATCH_TOKENS, NOTHING, CostModel, shared_prefixes
 from gcore.preparation.assignment import (
     WIDTH_BLOCK,
     Bin,
@@ -47,6 +50,8 @@ UNIT = 1024  # integer costs per token
 FAR_ABOVE = 1.2  # a sample is split over ranks if it costs more than this multiple of what others have. Chosen
 MIN_PART = 1024  # tokens of a split sample per rank, unless it does not fit otherwise. Chosen
 PART = 256  # ranks that are laid out together: the time of a layout grows with samples x ranks
+LEAST_SAVED = 0.1  # of the time of a mini-batch, for `auto` to share prefixes. Chosen
+PARTS_OF_UNITS = (4, 2, 1)  # units have at most this part of the token budget, and of a rank's share
 CONTEXT_OVERHEAD = 0.1  # of the time, for each doubling of the ranks that share a sample: communication. Chosen
 
 
@@ -64,6 +69,8 @@ class LayoutRanks:
 
 
 Method = Callable[[Items], Grid]
+Units = Mapping[Key, Sequence[SampleMeta]]  # samples that stay together, by the first key
+Sharing = bool | Literal["auto"]  # of prefixes, as training.share_prefixes
 
 
 def make_layout(
@@ -78,7 +85,7 @@ def make_layout(
     together: bool = False,
     padded: bool = True,
     sharded: bool = False,
-    shares: bool = False,
+    shares: Sharing = False,
     max_context: int = 1,
     method: Method | None = None,
     parts: Sequence[int] | None = None,
@@ -86,21 +93,54 @@ def make_layout(
     """One TrainBatch per data-parallel rank. `together`: siblings are neighbours in one row of one micro-batch, in the
     order of their numbers. `method`: instead of ours, without context parallelism (bench/layouts.py). `parts`: only the
     ranks of these parts, see `num_parts`; default: all."""
-    shares = shares and max_context == 1
-    ranks = LayoutRanks(num_ranks, max_tokens, padded, sharded, shares, max_context)
+    ranks = LayoutRanks(num_ranks, max_tokens, padded, sharded, max_context=max_context)
     count = 1 if method else num_parts(num_ranks, max_context)
     numbers = range(count) if parts is None else parts
     of_parts: list[list[list[MiniBatch]]] = [[[] for _ in range(num_ranks // count)] for _ in numbers]  # part, rank
     for mini in split(sorted(metas, key=lambda meta: meta.key), mini_batches):
         num_actions, num_samples = sum(m.actions for m in mini), len(mini)
-        most = min(max_tokens / 4, sum(m.length for m in mini) / num_ranks / 4)
-        units = {unit[0].key: unit for unit in (by_prompt(mini) if together else neighbours(mini, most, ranks))}
-        dealt = deal(units, count, cost, shares)
+        ways = _ways(mini, ranks, cost, shares if max_context == 1 else False, together)
         for number, own in zip(numbers, of_parts, strict=True):
-            laid_out = _lay_out(dealt[number], replace(ranks, number=len(own), part=count > 1), cost, method)
+            tried = list[tuple[float, list[tuple[MicroBatch, ...]]]]()
+            for way in ways if count == 1 else [ways[len(ways) // 2]]:  # controllers of other parts use the same
+                units = deal(way.units, count, cost, way.shares)[number]
+                of_way = replace(ranks, number=len(own), part=count > 1, shares=way.shares)
+                time, laid_out = _lay_out(units, of_way, cost, method)
+                tried.append((time * way.factor, laid_out))
+            _, laid_out = min(tried, key=lambda each: each[0])
             for batches, micro_batches in zip(own, laid_out, strict=True):
                 batches.append(MiniBatch(micro_batches, num_actions, num_samples))
     return join_parts([[TrainBatch(step, tuple(batches), objective) for batches in own] for own in of_parts])
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Samples that stay together in a layout. Way({(0, 0): [meta, meta]}, shares=True)"""
+
+    units: Units
+    shares: bool = False
+    factor: float = 1.0  # of the time, where ways are compared
+
+
+def _ways(
+    mini: Sequence[SampleMeta], ranks: LayoutRanks, cost: CostModel, shares: Sharing, together: bool
+) -> list[Way]:
+    """What to try. Whole samples first; then they share their prefixes, in parts of groups that become larger."""
+
+    def way(part: int, shared: bool, factor: float = 1.0) -> Way:
+        distinct = sum(m.length for m in mini) - shared * sum(prefix.tokens for prefix in shared_prefixes(mini))
+        most = min(ranks.max_tokens / part, distinct / ranks.number / part)
+        units = by_prompt(mini) if together else neighbours(mini, most, replace(ranks, shares=shared))
+        return Way({unit[0].key: unit for unit in units}, shared, factor)
+
+    mini = sorted(mini, key=lambda meta: meta.place) if shares else mini
+    whole = sum(map(cost.of_sample, mini))
+    saved = whole - cost.of_samples(mini, bool(shares))
+    least = LEAST_SAVED if shares == "auto" else 0.0
+    if not saved or saved < least * whole:
+        return [way(PARTS_OF_UNITS[0], False)]
+    shared = [way(part, True) for part in (PARTS_OF_UNITS if not together else (1,))]
+    return [way(PARTS_OF_UNITS[0], False, 1 - least), *shared] if least else shared
 
 
 def num_parts(num_ranks: int, max_context: int = 1) -> int:
@@ -109,9 +149,6 @@ def num_parts(num_ranks: int, max_context: int = 1) -> int:
     if max_context > 1:
         return 1
     return next((count for count in range(least, 4 * least) if num_ranks % count == 0), 1)
-
-
-Units = Mapping[Key, Sequence[SampleMeta]]  # samples that stay together, by the first key
 
 
 def deal(units: Units, count: int, cost: CostModel, shares: bool = False) -> list[Units]:
@@ -159,24 +196,49 @@ def by_prompt(metas: Sequence[SampleMeta]) -> list[list[SampleMeta]]:
 
 def neighbours(metas: Sequence[SampleMeta], most: float, ranks: LayoutRanks) -> list[list[SampleMeta]]:
     """Siblings that share their prefix or their media stay together, up to `most` tokens. All others are alone."""
-    units = list[list[SampleMeta]]()
+    runs = list[list[SampleMeta]]()
     for meta in metas:
-        last = units[-1] if units else []
-        share = shared_prefixes([*last[-1:], meta]) if ranks.shares else meta.work.media and not ranks.padded
-        same = bool(share and last and last[-1].prompt_id == meta.prompt_id)
-        if same and _joined([*last, meta], ranks.shares).length <= most:
+        last = runs[-1] if runs else []
+        share = shared_prefixes([*last[-1:], meta])[-1].tokens if ranks.shares else meta.work.media and not ranks.padded
+        if share and last and last[-1].prompt_id == meta.prompt_id:
             last.append(meta)
         else:
-            units.append([meta])
-    return units
+            runs.append([meta])
+    return [part for run in runs for part in _cut(run, most, ranks.shares)]
+
+
+def _cut(run: Sequence[SampleMeta], most: float, shares: bool) -> Iterator[list[SampleMeta]]:
+    """Parts of at most `most` tokens, or one sample. Those that share prefixes are about equally long: each part
+    computes the prefix again, so there are as few as possible."""
+    prefixes = shared_prefixes(run) if shares else [NOTHING] * len(run)
+    least = min((prefix.tokens for prefix in prefixes[1:]), default=0)
+
+    def parts(enough: float) -> Iterator[list[SampleMeta]]:
+        part, length, done, number = list[SampleMeta](), 0, 0.0, 0
+        for meta, prefix in zip(run, prefixes, strict=True):
+            own = meta.length - least
+            at = int((done + own / 2) / enough)
+            if part and (length + meta.length - prefix.tokens > most or at > number):
+                yield part
+                part, length = [], 0
+            length += meta.length - (prefix.tokens if part else 0)
+            part, done, number = [*part, meta], done + own, at
+        yield part
+
+    found = list(parts(math.inf))
+    if not shares or len(found) == 1:
+        return iter(found)
+    return parts(max(1, sum(meta.length - least for meta in run)) / len(found))
 
 
 def _joined(unit: Sequence[SampleMeta], shares: bool) -> SampleMeta:
     """The samples of a unit as one item of the layout."""
-    first, saved = unit[0], shared_prefixes(unit) if shares else []
-    length = sum(meta.length for meta in unit) - sum(meta.work.prefix[0] for meta in saved)
-    steps = sum(meta.steps for meta in unit)
-    return first if len(unit) == 1 else replace(first, work=replace(first.work, length=length), steps=steps)
+    first = unit[0]
+    if len(unit) == 1:
+        return first
+    saved = sum(prefix.tokens for prefix in shared_prefixes(unit)) if shares else 0
+    length, steps = sum(meta.length for meta in unit) - saved, sum(meta.steps for meta in unit)
+    return replace(first, work=replace(first.work, length=length), steps=steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +250,11 @@ class Position:
     bins: Sequence[Bin]  # one per group of `context` ranks
 
 
-def _lay_out(units: Units, ranks: LayoutRanks, cost: CostModel, method: Method | None) -> list[tuple[MicroBatch, ...]]:
-    """The micro-batches of each rank, in one mini-batch. `units`: samples that stay together, by the first key."""
+def _lay_out(
+    units: Units, ranks: LayoutRanks, cost: CostModel, method: Method | None
+) -> tuple[float, list[tuple[MicroBatch, ...]]]:
+    """The predicted time, and the micro-batches of each rank, in one mini-batch. `units`: samples that stay together,
+    by the first key."""
     costs = {key: max(1, round(UNIT * cost.of_samples(unit, ranks.shares))) for key, unit in units.items()}
     metas = sorted((_joined(unit, ranks.shares) for unit in units.values()), key=lambda m: (-costs[m.key], m.key))
     if method:
@@ -197,7 +262,7 @@ def _lay_out(units: Units, ranks: LayoutRanks, cost: CostModel, method: Method |
     else:
         layouts = (_positions(metas, degrees, costs, ranks, cost) for degrees in _choices(metas, costs, ranks))
         positions = min(layouts, key=lambda layout: _time(layout, ranks, cost))
-    return [
+    return _time(positions, ranks, cost), [
         tuple(_micro_batch(position, rank // position.context, units, ranks.shares) for position in positions)
         for rank in range(ranks.number)
     ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from gcore.config.algorithm import Algorithm
-from gcore.types import Rollout, Sample, SampleMeta, Scored
+from gcore.types import Key, Rollout, Sample, SampleMeta, Scored, SharedPrefix
 
 Groups = Sequence[Sequence[Scored]]
 
@@ -51,7 +53,36 @@ def to_sample(scored: Scored, mask_truncated: bool = False) -> Sample:
     )
 
 
+def metas_of(samples: Sequence[Sample]) -> list[SampleMeta]:
+    """With what siblings have in common."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.key):
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    shared = {key: path for siblings in groups.values() for key, path in shared_prefixes(siblings).items()}
+    return [replace(meta_of(sample), shared=shared[sample.key]) for sample in samples]
+
+
+def shared_prefixes(siblings: Sequence[Sample]) -> dict[Key, tuple[SharedPrefix, ...]]:
+    """The tree of a group: the beginnings of each sample that others have too. In the order of their first tokens that
+    differ, what two samples have in common is the least that neighbours between them have in common."""
+    ordered = sorted(siblings, key=lambda sample: sample.content.order())
+    common = [b.content.common(a.content) for a, b in itertools.pairwise(ordered)]
+    paths: dict[Key, tuple[SharedPrefix, ...]] = {sample.key: () for sample in siblings}
+    growing: list[tuple[int, int, int]] = []  # prefixes that the next sample may have: tokens, media, the first sample
+    for end, (tokens, media) in enumerate([*common, (0, 0)], start=1):
+        start = end - 1
+        while growing and growing[-1][0] > tokens:
+            *size, start = growing.pop()
+            having = ordered[start:end]
+            prefix = SharedPrefix(min(sample.sibling for sample in having), *size)
+            paths |= {sample.key: (prefix, *paths[sample.key]) for sample in having}
+        if tokens and (not growing or growing[-1][0] < tokens):
+            growing.append((tokens, media, start))
+    return paths
+
+
 def meta_of(sample: Sample) -> SampleMeta:
+    """Of a sample without siblings."""
     content = sample.content
     return SampleMeta(
         sample.prompt_id,

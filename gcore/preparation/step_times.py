@@ -66,7 +66,7 @@ def shared_tokens(batches: Sequence[TrainBatch], metas: Sequence[SampleMeta]) ->
     by_key = {meta.key: meta for meta in metas}
     micros = [micro for batch in batches for mini in batch.mini_batches for micro in mini.micro_batches]
     rows = [[by_key[key] for key in row] for micro in micros if micro.shares for row in micro.rows]
-    saved = sum(meta.work.prefix[0] for row in rows for meta in shared_prefixes(row))
+    saved = sum(prefix.tokens for row in rows for prefix in shared_prefixes(row))
     return saved / sum(meta.length for meta in metas)
 
 
@@ -108,7 +108,8 @@ def _work(micro: MicroBatch, metas: Mapping[Key, SampleMeta], cost: CostModel) -
     """Tokens (with the head, in tokens) and pairs of one rank in a micro-batch."""
     rows = [[metas[key] for key in row] for row in micro.rows]
     samples = [meta for row in rows for meta in row]
-    saved = [m.work.prefix[0] for row in rows for m in (shared_prefixes(row) if micro.shares else ())]
-    tokens = sum(m.work.passes * m.length + cost.head * m.steps for m in samples) - sum(saved)
+    saved = [prefix.tokens for row in rows for prefix in (shared_prefixes(row) if micro.shares else ())]
+    tokens = sum(m.work.passes * m.length + cost.head * m.steps for m in samples)
+    tokens -= (1 - cost.stateful) * sum(saved)
     pairs = sum(m.work.passes * m.length**2 * (1 if cost.causal else 2) for m in samples) - sum(n * n for n in saved)
     return tokens / micro.context, pairs / micro.context

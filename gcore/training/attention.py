@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gcore.training import prefixes, ring
 from gcore.training.context import RowGroup, Sharing
-from gcore.training.prefixes import Level
+from gcore.training.prefixes import Seen
 from gcore.training.varlen import Spans, attend_row
 
 NAME = "gcore_packed"
@@ -47,22 +47,21 @@ def attend(
     cu_seq_lens_q: Tensor,
     max_length_q: int,
     sharing: Sharing | None = None,
-    levels: tuple[Level, ...] = (),
+    seen: Seen | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     causal: bool = True,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """`cu_seq_lens_q`, `max_length_q`: the samples of the row, or the images of a tower. `sharing`: this rank has a
-    part of the row. `levels`: of nodes that samples share, if `cu_seq_lens_q` are of nodes."""
+    part of the row. `seen`: by the nodes of a tree, if `cu_seq_lens_q` are of nodes."""
     query_THD, key_TGD, value_TGD = (tensor[0].transpose(0, 1) for tensor in (query_1HTD, key_1GTD, value_1GTD))
     scale = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
     if sharing is not None:
         return _attend_shared(query_THD, key_TGD, value_TGD, sharing, scale, sliding_window)[None], None
     spans = Spans(cu_seq_lens_q, max_length_q)
-    if levels:
-        assert sliding_window is None and causal, "LogprobModel.can_share"
-        return prefixes.attend(query_THD, key_TGD, value_TGD, spans, levels, scale)[None], None
+    if seen is not None:
+        return prefixes.attend(query_THD, key_TGD, value_TGD, spans, seen, scale, sliding_window)[None], None
     return attend_row(query_THD, key_TGD, value_TGD, spans, scale, sliding_window, causal)[None], None
 
 

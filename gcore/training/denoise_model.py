@@ -120,8 +120,8 @@ class DenoiseModel(nn.Module):
         return self.network.hidden_size
 
     @property
-    def can_share(self) -> bool:
-        return False
+    def unshared(self) -> str:
+        return "samples of a diffusion model have no prefixes"
 
     @property
     def padded(self) -> bool:

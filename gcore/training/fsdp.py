@@ -246,9 +246,14 @@ class FsdpBackend(Backend):
         model, num_parameters = first.model, sum(p.numel() for p in first.parameters.values())
         models = [network.model for network in self.networks.values() if isinstance(network, FsdpNetwork)]
         shares = self._config.training.share_prefixes
-        if shares and not all(each.can_share for each in models):
+        if shares and (reasons := [reason for each in models if (reason := each.unshared)]):
+            log.log(
+                logging.WARNING if shares is True else logging.INFO,
+                "training.share_prefixes=%s: samples share nothing: %s",
+                str(shares).lower(),
+                reasons[0],
+            )
             shares = False
-            log.warning("training.share_prefixes: not with these layers or ranks: each sample has its prefix")
         return TrainerInfo(
             num_parameters, model.hidden_size, model.padded, self._shard_size > 1, self.device_name, shares
         )

@@ -20,21 +20,19 @@ from torch.nn.functional import pad
 from gcore.content.media import on_device
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
 from gcore.models.decoders import (
-    CHUNKED,
-    FULL,
     MASKED_LOGIT,
-    SLIDING,
+    Traits,
     decoder_of,
     expert_routers_of,
     implementation,
     layers_of,
     traits_of,
 )
-from gcore.models.recurrent import Recurrence, Samples
+from gcore.models.recurrent import Recurrence, Samples, WholeSamples
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
 from gcore.training.fused_head import Candidates, Head, Scaling, allowed_tokens, token_logprobs
-from gcore.training.prefixes import Level, Tree, levels_of, tree_of
+from gcore.training.prefixes import Seen, Tree, seen_by_nodes, tree_of
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.training.varlen import rounded
 from gcore.types import Key, MicroBatch, Sample
@@ -59,7 +57,7 @@ class Packed:
     keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
     starts: Tensor | None = None  # varlen: where each node of the one row begins (prefixes.py), and the end; int32
     longest: int = 0  # varlen: of the nodes, rounded up
-    levels: tuple[Level, ...] = ()  # varlen: of nodes that are shared
+    seen: Seen | None = None  # varlen: by each node, if samples share nodes
     sampling_mask: Candidates | None = None
     is_padding: bool = False  # dummy batch so that this rank joins the collectives
     sharing: Sharing | None = None  # varlen: the ranks that have the other parts of the row
@@ -102,10 +100,10 @@ def to_tensors(
             paths.append(r * width + path)
             found.append((sample, content))
     mask = starts = None
-    longest, levels = 0, tuple[Level, ...]()
+    longest, seen = 0, None
     if varlen:
         bounds = [node.first for node in trees[0].nodes] + [trees[0].size]
-        starts, levels = on_device(np.array(bounds, np.int32), device), levels_of(trees[0], device)
+        starts, seen = on_device(np.array(bounds, np.int32), device), seen_by_nodes(trees[0], device)
         longest = rounded(int(np.diff(bounds).max()))
     elif any(len(tree.nodes) > 1 for tree in trees):
         mask = torch.stack([_mask(tree, width, device) for tree in trees])[:, None]
@@ -125,7 +123,7 @@ def to_tensors(
         sampling_mask=_sampling_mask([content for _, content in found], device),
         starts=starts,
         longest=longest,
-        levels=levels,
+        seen=seen,
         is_padding=is_padding,
         paths=tuple(paths),
         experts_RWLK=_experts(paths, [content for _, content in found], tokens.shape, device),
@@ -168,6 +166,11 @@ def _experts(
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
 
 
+def why_unshared(traits: Traits) -> str:
+    """Why samples of such a decoder cannot share their prefixes in a row; empty: they can."""
+    return "the features of an image attend to later ones" if traits.media_blocks else ""
+
+
 class LogprobModel(nn.Module):
     """Implements step_model.StepModel. A causal language model that computes logits only at positions that predict a
     step. `replays`: a mixture of experts uses the experts that the engine has recorded."""
@@ -199,10 +202,10 @@ class LogprobModel(nn.Module):
         return not self.varlen
 
     @property
-    def can_share(self) -> bool:
-        allowed = {FULL, "mlp", "moe"} if self.varlen else {FULL, SLIDING, CHUNKED, "mlp", "moe"}
-        plain = not self.traits.media_blocks and self.compute.context == 1
-        return plain and set(self.traits.kinds) <= allowed
+    def unshared(self) -> str:
+        if self.compute.context > 1:
+            return "ranks share long samples (training.context_parallel)"
+        return why_unshared(self.traits)
 
     def checkpoint_activations(self) -> None:
         self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -239,7 +242,9 @@ class LogprobModel(nn.Module):
         inputs: dict[str, Any] = {"input_ids": packed.tokens_RW}
         if packed.starts is not None:
             inputs |= {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest}
-            inputs |= {"sharing": packed.sharing, "levels": packed.levels}
+            inputs |= {"sharing": packed.sharing, "seen": packed.seen}
+            if packed.seen is not None and self.recurrence is not None and self.recurrence.takes_lengths:
+                inputs["whole"] = WholeSamples.of(packed.paths, packed.tokens_RW.device)
         elif packed.mask_R1WW is not None:
             inputs["attention_mask"] = self._masks(packed.mask_R1WW, positions_RW=packed.positions_RW)
         else:  # one sample per row: transformers makes positions and mask

@@ -7,9 +7,8 @@ A row holds each node once, depth first, so the descendants of a node are the to
                      └─ answer 2
 
 A token attends to the tokens before it in its node and to all tokens of the node's ancestors: what it would see alone.
-With a mask this is one more condition. Without one, the nodes attend to themselves as if they were samples; then, level
-by level, all descendants of a node attend to it, and the results are merged by the log-sum-exp of their scores, as in
-ring.py.
+With a mask this is one more condition. Without one, the keys of a node are those of its ancestors and its own, and its
+queries are the last tokens of them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +23,7 @@ from torch import Tensor
 
 from gcore.content.media import on_device
 from gcore.content.tokens import Tokens
-from gcore.training.ring import merge
-from gcore.training.varlen import Spans, attend_block, attend_block_backward, rounded
-
-SHORTEST = 32  # tokens of answers that are worth a node; prompts are shared at any length
+from gcore.training.varlen import Spans, attend_row, rounded
 
 
 @dataclass(slots=True)
@@ -64,7 +59,7 @@ def tree_of(contents: Sequence[Tokens], share: bool, multiple: int = 1) -> Tree:
     paths, nodes, size = list[np.ndarray](), list[TreeNode](), 0
     branch = list[int]()  # the nodes of the last sample
     for i, content in enumerate(contents):
-        common = _common(contents[i - 1], content) if share and i else 0
+        common, _ = content.common(contents[i - 1]) if share and i else (0, 0)
         while branch and nodes[branch[-1]].depth >= common:
             branch.pop()
         if branch:
@@ -96,111 +91,36 @@ def _cut(nodes: list[TreeNode], number: int, depth: int) -> None:
     node.end = at
 
 
-def _common(a: Tokens, b: Tokens) -> int:
-    """Tokens at the beginning of both, for which a network computes the same."""
-    tokens_a, tokens_b = a.tokens_T, b.tokens_T
-    common = min(len(tokens_a), len(tokens_b))
-    if (differ := (tokens_a[:common] != tokens_b[:common]).nonzero()[0]).size:
-        common = int(differ[0])
-    for medium, other in zip((*a.media, *(None,) * len(b.media)), (*b.media, *(None,) * len(a.media)), strict=False):
-        if medium is None or other is None or medium.key != other.key:
-            first = [int(m.places[0]) for m in (medium, other) if m is not None and m.places.size]
-            common = min([common, *first])
-            break
-    if a.experts is not None and b.experts is not None:  # recorded ones are replayed
-        known = min(common, len(a.experts), len(b.experts))
-        differs = (a.experts[:known] != b.experts[:known]).any((1, 2)).nonzero()[0]
-        common = int(differs[0]) if differs.size else common
-    prompt = min(len(a.tokens_P), len(b.tokens_P))
-    return common if common <= prompt or common - prompt >= SHORTEST else prompt
-
-
 # ---- attention without a mask ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Level:
-    """Nodes of one depth that have descendants. Their tokens are keys, all tokens below them are queries."""
+class Seen:
+    """What the nodes of a row see, one after the other: the tokens of their ancestors, then their own."""
 
-    query_index: Tensor  # of the tokens in the row
-    key_index: Tensor
-    queries: Spans
-    keys: Spans
+    index: Tensor  # of the tokens in the row
+    spans: Spans
 
 
-def levels_of(tree: Tree, device: torch.device) -> tuple[Level, ...]:
-    nodes, levels = tree.nodes, dict[int, list[tuple[range, range]]]()
-    depths, ends = [0] * len(nodes), [node.end for node in nodes]
-    for i, node in enumerate(nodes):
-        depths[i] = depths[node.parent] + 1 if node.parent >= 0 else 0
-    for i in reversed(range(len(nodes))):
-        if nodes[i].parent >= 0:
-            ends[nodes[i].parent] = max(ends[nodes[i].parent], ends[i])
-    for i, node in enumerate(nodes):
-        if ends[i] > node.end:
-            levels.setdefault(depths[i], []).append((range(node.end, ends[i]), range(node.first, node.end)))
-
-    def joined(ranges: list[range]) -> tuple[Tensor, Spans]:
-        starts = np.cumsum([0, *map(len, ranges)], dtype=np.int32)
-        index = on_device(np.concatenate([np.arange(r.start, r.stop) for r in ranges]), device)
-        return index, Spans(on_device(starts, device), rounded(max(map(len, ranges))))
-
-    found = []
-    for pairs in levels.values():
-        query_index, queries = joined([below for below, _ in pairs])
-        key_index, keys = joined([own for _, own in pairs])
-        found.append(Level(query_index, key_index, queries, keys))
-    return tuple(found)
+def seen_by_nodes(tree: Tree, device: torch.device) -> Seen | None:
+    """None: no node has a parent."""
+    nodes, seen = tree.nodes, list[np.ndarray]()
+    if all(node.parent < 0 for node in nodes):
+        return None
+    above = list[np.ndarray]()  # each node's tokens and those of its ancestors, without the padding at its end
+    for node, end in zip(nodes, [*(node.first for node in nodes[1:]), tree.size], strict=True):
+        before = above[node.parent] if node.parent >= 0 else np.zeros(0, np.int64)
+        above.append(np.concatenate([before, np.arange(node.first, node.end)]))
+        seen.append(np.concatenate([before, np.arange(node.first, end)]))
+    starts = np.cumsum([0, *map(len, seen)], dtype=np.int32)
+    return Seen(on_device(np.concatenate(seen), device), Spans(on_device(starts, device), rounded(max(map(len, seen)))))
 
 
-@torch.compiler.disable
 def attend(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, nodes: Spans, levels: tuple[Level, ...], scale: float
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, nodes: Spans, seen: Seen, scale: float, window: int | None
 ) -> Tensor:
-    output: Tensor = _Attention.apply(query_THD, key_TGD, value_TGD, nodes, levels, scale)
-    return output
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
-        nodes, levels, scale = given
-        query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-        exact = torch.promote_types(query.dtype, torch.float32)
-        first, lse_HT = attend_block(query, key, value, nodes, nodes, True, scale)
-        output, lse_HT = first.to(exact), lse_HT.to(exact)
-        for level in levels:
-            queries, (keys, values) = query[level.query_index], (t[level.key_index] for t in (key, value))
-            part = attend_block(queries, keys, values, level.queries, level.keys, False, scale)
-            merge(output, lse_HT, part, level.query_index)
-        output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, lse_HT)
-        ctx.given = given
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse_HT = ctx.saved_tensors
-        nodes, levels, scale = ctx.given
-        grad = gradients[0].contiguous()
-        exact = torch.promote_types(query.dtype, torch.float32)
-        found = attend_block_backward(grad, query, key, value, output, lse_HT, nodes, nodes, True, scale)
-        totals = [part.to(exact) for part in found]
-        for level in levels:
-            of_queries, of_keys = level.query_index, level.key_index
-            found = attend_block_backward(
-                grad[of_queries],
-                query[of_queries],
-                key[of_keys],
-                value[of_keys],
-                output[of_queries],
-                lse_HT[:, of_queries].contiguous(),
-                level.queries,
-                level.keys,
-                False,
-                scale,
-            )
-            for total, part, index in zip(totals, found, (of_queries, of_keys, of_keys), strict=True):
-                total.index_add_(0, index, part.to(exact))
-        dq, dk, dv = (total.to(query.dtype) for total in totals)
-        return dq, dk, dv, None, None, None
+    """Keys and values are small where query heads share them: here each node gets its own copy. Their gradients are
+    added in float32."""
+    exact = torch.promote_types(key_TGD.dtype, torch.float32)
+    keys, values = (t.to(exact).index_select(0, seen.index).to(t.dtype) for t in (key_TGD, value_TGD))
+    return attend_row(query_THD, keys, values, nodes, scale, window, keys=seen.spans)

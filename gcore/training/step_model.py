@@ -72,8 +72,8 @@ class StepModel(Protocol):
         """Micro-batches are computed as rows of equal width; False: samples as long as they are."""
 
     @property
-    def can_share(self) -> bool:
-        """Samples that are neighbours in a row may share their prefixes."""
+    def unshared(self) -> str:
+        """Why samples that are neighbours in a row cannot share their prefixes; empty: they can."""
 
     def checkpoint_activations(self) -> None:
         """Recompute the layers in the backward pass."""

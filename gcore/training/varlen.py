@@ -51,11 +51,15 @@ def attend_row(
     scale: float | None,
     window: int | None = None,
     causal: bool = True,
+    keys: Spans | None = None,
 ) -> Tensor:
+    """`keys`: where the keys of each sample begin, if it has more keys than queries. Then its queries are the last
+    ones of its tokens."""
+    keys = keys or spans
     if not _has_kernel(query_THD):
-        return _one_by_one(query_THD, key_TGD, value_TGD, spans, scale, window, causal)
+        return _one_by_one(query_THD, key_TGD, value_TGD, spans, keys, scale, window, causal)
     kernel, grouped = _KERNEL
-    sizes = (spans.starts_N, spans.starts_N, spans.longest, spans.longest)
+    sizes = (spans.starts_N, keys.starts_N, spans.longest, keys.longest)
     seen = (-1 if window is None else window - 1, 0 if causal else -1)
     output: Tensor = kernel(query_THD, key_TGD, value_TGD, *sizes, scale=scale, window_size=seen, **grouped)
     return output
@@ -139,18 +143,21 @@ def _one_by_one(
     query_THD: Tensor,
     key_TGD: Tensor,
     value_TGD: Tensor,
-    spans: Spans,
+    queries: Spans,
+    keys: Spans,
     scale: float | None,
     window: int | None,
     causal: bool,
 ) -> Tensor:
     parts = []
-    for part, _ in _pairs(spans, spans):
-        query, key, value = (tensor[None, part].transpose(1, 2) for tensor in (query_THD, key_TGD, value_TGD))
-        seen = None
-        if window is not None:
-            at = torch.arange(part.stop - part.start, device=query.device)
-            seen = (at <= at[:, None]) & (at > at[:, None] - window)
+    for q, k in _pairs(queries, keys):
+        query = query_THD[None, q].transpose(1, 2)
+        key, value = (tensor[None, k].transpose(1, 2) for tensor in (key_TGD, value_TGD))
+        seen, num_queries, num_keys = None, query.shape[2], key.shape[2]
+        if causal and (window is not None or num_queries < num_keys):
+            at = torch.arange(num_keys, device=query.device)
+            last = at[num_keys - num_queries :, None]
+            seen = (at <= last) & (at > last - (window or num_keys))
         output = scaled_dot_product_attention(
             query, key, value, seen, is_causal=causal and seen is None, scale=scale, enable_gqa=True
         )

@@ -582,12 +582,36 @@ def test_kernels_that_take_lengths_read_a_row_as_it_is(name, folders, monkeypatc
     assert len(calls) == 2 * len(mixers_of(network)) and {tuple(call) for call in calls} == {(0, 23, 46, 49, 72)}
     sum(part.sum() for part in found).backward()  # type: ignore[union-attr]
     expected = reference(folders(name), name)
+    policy_rule = module.torch_chunk_gated_delta_rule
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", rule)
     wanted = [plain(expected, s.content.tokens_T, s.num_steps) for s in samples]
     sum(part.sum() for part in wanted).backward()  # type: ignore[union-attr]
     assert max(float((a - b).detach().abs().max()) for a, b in zip(wanted, found, strict=True)) < CLOSE_DELTA
     mine, theirs = (dict(m.named_parameters())["model.layers.0.linear_attn.A_log"].grad for m in (network, expected))
     assert float((mine - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max()) + 1e-6
+    # samples that share a prefix in the row: the kernels read whole samples, all else computes the prefix once
+    prompt, answers = samples[1].content.tokens_T, [sample.content.tokens_S for sample in samples]  # type: ignore[union-attr]
+    siblings = [
+        Sample(0, i, Tokens(prompt, steps), np.ones(len(steps), bool), np.zeros(len(steps), np.float32))
+        for i, steps in enumerate(answers)
+    ]
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", policy_rule)
+    of_networks = []
+    for shares in (False, True):
+        calls.clear()
+        network.zero_grad()
+        batch = MicroBatch((tuple(s.key for s in siblings),), 256, shares=shares)
+        packed = to_tensors(batch, {s.key: s for s in siblings}, CPU, True)
+        assert packed.tokens_RW.numel() == 42 + (23 if shares else 4 * 23)
+        logprobs = policy(packed)[0]
+        assert {tuple(call) for call in calls} == {(0, 37, 80, 109, 134)}
+        (logprobs * torch.linspace(-1, 1, 42)).sum().backward()
+        gradients = {key: p.grad.clone() for key, p in network.named_parameters() if p.grad is not None}
+        of_networks.append((logprobs.detach(), gradients))
+    (whole, wanted_gradients), (shared, found_gradients) = of_networks
+    assert float((whole - shared).abs().max()) < CLOSE_DELTA
+    for key, gradient in wanted_gradients.items():
+        assert float((gradient - found_gradients[key]).abs().max()) <= 1e-4 * float(gradient.abs().max()) + 1e-6, key
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_5", "llama4", "deepseek_v32", "deepseek_v4", "gpt_oss"])

@@ -27,7 +27,7 @@ from gcore.cost.workload import CostModel
 from gcore.models.networks import make_empty
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
-from gcore.preparation.samples import meta_of
+from gcore.preparation.samples import metas_of
 from gcore.protocols import Receivers, Rendezvous
 from gcore.runtime.gloo import join
 from gcore.training.backend import NewNetwork
@@ -116,7 +116,7 @@ def trainer_of(config: Config, topology: Topology | None, rank: int) -> TrainerR
 async def step(trainer: TrainerRank, topology: Topology, rank: int, number: int, context: int) -> dict[str, Any]:
     samples = samples_of(number, prompts=6)
     layout = make_layout(
-        [meta_of(s) for s in samples],
+        metas_of(samples),
         step=number,
         num_ranks=topology.data_parallel,
         mini_batches=1,

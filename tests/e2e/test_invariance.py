@@ -29,13 +29,22 @@ def test_controllers_in_one_process(tmp_path, one, controllers):
 
 
 def test_shared_prefixes(tmp_path, one):
-    """Siblings share their prompt in a row: the same run up to rounding, for any number of controllers to the bit."""
-    shares = "training.share_prefixes=true"
-    found = steps(train(tmp_path, "shared", "runtime=local", "controllers=1", shares))
+    """Siblings share their prompt in a row: the same run up to rounding as without."""
+    found = steps(train(tmp_path, "whole", "runtime=local", "controllers=1", "training.share_prefixes=false"))
     assert_same_run(found, one)
-    assert all(row["perf/tokens_shared"] > 0.3 for row in found) and "perf/tokens_shared" not in one[0]
-    many = steps(train(tmp_path, "many", "runtime=local", "controllers=2", shares))
-    assert [untimed(row) for row in many] == [untimed(row) for row in found]
+    assert all(row["perf/tokens_shared"] > 0.3 for row in one) and "perf/tokens_shared" not in found[0]
+    always = steps(train(tmp_path, "always", "runtime=local", "controllers=1", "training.share_prefixes=true"))
+    assert [untimed(row) for row in always] == [untimed(row) for row in one]
+
+
+def test_resume_with_and_without_shared_prefixes(tmp_path, one):
+    keys = ("runtime=local", "controllers=1", "checkpoint.every=1")
+    train(tmp_path, "resumed", *keys, "run.steps=2", "training.share_prefixes=false")
+    train(tmp_path, "resumed", *keys, "run.steps=4", "run.resume=auto")
+    folder = train(tmp_path, "resumed", *keys, "run.resume=auto", "training.share_prefixes=false")
+    found = steps(folder)
+    assert_same_run(found, one)
+    assert ["perf/tokens_shared" in row for row in found] == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +58,7 @@ def test_shared_prefixes(tmp_path, one):
 def test_shared_prefixes_in_all_passes(tmp_path, overrides):
     """Of the reference, old logprobs and values too."""
     both = ("runtime=local", "controllers=1", "training.max_tokens_per_gpu=64", *overrides)
-    one = steps(train(tmp_path, "whole", *both))
+    one = steps(train(tmp_path, "whole", *both, "training.share_prefixes=false"))
     assert_same_run(steps(train(tmp_path, "shared", *both, "training.share_prefixes=true")), one)
 
 

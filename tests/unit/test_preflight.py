@@ -339,6 +339,20 @@ def test_what_a_dry_run_shows(place, capsys):
     assert "the reference answer gets 1 and the made-up one 0: as expected\n" in shown(capsys, place)
 
 
+def test_whether_siblings_share_their_prompt(place, capsys):
+    key = "training.share_prefixes"
+    assert f"saves 10% of an update or more ({key}=auto): with" in shown(capsys, place)
+    assert f"computed once for siblings in every update ({key}=true)" in shown(capsys, place, f"{key}=true")
+    assert f"every sample has its own: {key}=false" in shown(capsys, place, f"{key}=false")
+    alone = ("sampling.samples_per_prompt=1", "algorithm.adv_estimator=reinforce_pp")
+    assert "one answer per prompt: nothing to share" in shown(capsys, place, *alone)
+    assert f"warning: {key}=true: no effect with one answer per prompt" in shown(capsys, place, *alone, f"{key}=true")
+    several = ("placement.trainer.ranks=2", "training.context_parallel=2")
+    assert "every sample has its own: training.context_parallel=2" in shown(capsys, place, *several)
+    said = f"{key}=true: training.context_parallel=2; expected auto or false"
+    assert refused(capsys, place, "--dry-run", *several, f"{key}=true").startswith(said)
+
+
 def test_a_reward_that_fails_with_a_secret_in_its_message(place, capsys):
     leaking = functions(place, "leaks", args={"api_key": "planted-key-1"})
     assert main(["train", str(place / "recipe.yaml"), "--dry-run", leaking]) == 2

@@ -216,8 +216,8 @@ def test_a_model_of_text_has_no_tower_to_adapt():
 
 @pytest.mark.parametrize(
     ("build", "shares"),
-    [(SMALL["model"], False), (SMALL["model"], True), (DELTA_RULE, False)],
-    ids=["qwen3_vl", "shared prefixes", "qwen3_5"],
+    [(SMALL["model"], False), (SMALL["model"], True), (DELTA_RULE, False), (DELTA_RULE, True)],
+    ids=["qwen3_vl", "shared prefixes", "qwen3_5", "qwen3_5 and shared prefixes"],
 )
 def test_gradients_are_those_of_the_joint_forward_pass(tmp_path: Path, build: dict[str, Any], shares: bool):
     """Packed rows, images that siblings share, and features that enter the decoder twice: the gradient of every
