@@ -27,10 +27,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from gcore.types import Scored
+from gcore.types import RewardError, Scored, SessionLeft, WorkflowError
 
-REWARD_ERROR, WORKFLOW_ERROR, NO_SPREAD = "reward_error", "workflow_error", "no_spread"
-FAILURES = (REWARD_ERROR, WORKFLOW_ERROR)  # counted against rewards.max_error_frac
+REWARD_ERROR, NO_SPREAD = RewardError.reason, "no_spread"
+FAILURES = (REWARD_ERROR, WorkflowError.reason, SessionLeft.reason)  # counted against rewards.max_error_frac
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class PromptLedger:
         """Running -> Ready."""
         ready = Ready(group)
         self._move(number, ready)
-        tokens = sum(s.rollout.num_steps for s in group)
+        tokens = sum(s.rollout.length for s in group)
         self._decided[number] = Decision([s.reward for s in group], tokens, len(group))
         self.unreported.kept.append((number, ready.version))
 

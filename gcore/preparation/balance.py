@@ -98,7 +98,7 @@ def make_layout(
     numbers = range(count) if parts is None else parts
     of_parts: list[list[list[MiniBatch]]] = [[[] for _ in range(num_ranks // count)] for _ in numbers]  # part, rank
     for mini in split(sorted(metas, key=lambda meta: meta.key), mini_batches):
-        num_actions, num_samples = sum(m.actions for m in mini), len(mini)
+        num_actions, num_samples = sum(m.actions for m in mini), len({m.trajectory_key for m in mini})
         ways = _ways(mini, ranks, cost, shares if max_context == 1 else False, together)
         for number, own in zip(numbers, of_parts, strict=True):
             tried = list[tuple[float, list[tuple[MicroBatch, ...]]]]()
