@@ -20,7 +20,7 @@ from gcore.content.families import KINDS
 from gcore.content.media import resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.types import Bools, Message, Pixels, Prompt, SamplingParams, UserError
+from gcore.types import Bools, Message, Pixels, Prompt, Rollout, SamplingParams, UserError
 
 MARK = "\u00a7"  # position marker in the rendered template; any text without special tokens would do
 PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": MARK})
@@ -110,6 +110,24 @@ class TextModality:
             tokens, media = tokens[1:], tuple(medium.moved(-1) for medium in media)  # the policy said it itself
         return Tokens.steps(tokens, media=media)
 
+    @property
+    def chat_template(self) -> str | Mapping[str, str] | None:
+        template: str | Mapping[str, str] | None = getattr(self._tokenizer, "chat_template", None)
+        return template
+
+    def turn_text(self, rollout: Rollout, special: Sequence[str], thought: str) -> str:
+        """The text of the last turn, with these special tokens except the one that ended it. `thought`: the mark of a
+        thought; the text begins with it if the template has put it before the turn."""
+        tokens, own = tokens_of(rollout.content), last_turn(rollout.mask_S)
+        said = tokens.tokens_S[rollout.num_steps - own :]
+        ended = said[:-1] if own and said[-1] in self._params.stop_tokens else said
+        text = self._decoder.with_special(ended, special)
+        if text is None:
+            text = str(rollout.turn)
+        before = tokens.tokens_T[: tokens.size - own][-len(thought) - 2 :]
+        opened = self._tokenizer.decode(before.tolist(), skip_special_tokens=False).rstrip().endswith(thought)
+        return thought + text if opened else text
+
     def step_texts(self, content: Content) -> list[str]:
         """The text of every token."""
         return [self._tokenizer.decode([token]) for token in tokens_of(content).tokens_S.tolist()]
@@ -187,6 +205,12 @@ class ConversationModality(TextModality):
 
     async def outputs(self, contents: Sequence[Content]) -> list[str]:
         return await self._decoder.texts([tokens_of(content).tokens_T for content in contents])
+
+
+def last_turn(mask_S: Bools) -> int:
+    """The number of steps of the policy's last turn."""
+    others = np.flatnonzero(~mask_S[::-1])
+    return int(others[0]) if len(others) else len(mask_S)
 
 
 def _images(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:

@@ -30,6 +30,7 @@ from gcore.prompts.answers import ANSWERS, LABEL
 from gcore.protocols import Context, Rewarder
 from gcore.types import Completion, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 from gcore.workflows.endpoint import Endpoint, Session
+from gcore.workflows.tool_formats import AssistantTurn, Schemas, ToolCall, format_of
 
 Workflow = Callable[[Context, Prompt], Awaitable[list[Scored]]]
 
@@ -116,10 +117,22 @@ class SharedContext:
         self.least_siblings = 1 if self.evaluates else least_siblings(config)
         self.clock = StageClock()
         self.endpoint = Endpoint()  # of workflows that call `serve`
+        template = modality.chat_template if isinstance(modality, TextModality) else None
+        self.tool_format = format_of(template, config.model.tool_format)
+        self._tool_calls: Counter[str] = Counter()
         self.baseline: SharedContext | None = None  # for one more, greedy response to each prompt (ReMax)
         if config.algorithm.estimator.greedy and not self.evaluates:
             self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True)
             self.baseline.clock = self.clock
+
+    def count_calls(self, calls: Sequence[ToolCall]) -> None:
+        errors = sum(bool(call.error) for call in calls)
+        self._tool_calls += Counter(calls=len(calls), unparsed_calls=errors)
+
+    def take_calls(self) -> Counter[str]:
+        """Tool calls of the policy since the last call, and those of them that could not be parsed."""
+        counts, self._tool_calls = self._tool_calls, Counter()
+        return counts
 
 
 class SampleContext:
@@ -219,6 +232,17 @@ class SampleContext:
         for the policy, the rollout is returned unchanged, with finish="length".
         """
         return (await self.next_turns(rollout, [rollout.sibling], feedback, params))[0]
+
+    def read(self, rollout: Rollout, tools: Schemas | None = ()) -> AssistantTurn:
+        """What the policy said in the last turn: thought, content and tool calls, as the family of its chat template
+        writes them (model.tool_format). `tools`: their schemas, for the types of arguments; None: parse no calls."""
+        turn = self._said(rollout, tools)
+        self._shared.count_calls(turn.calls)
+        return turn
+
+    def _said(self, rollout: Rollout, tools: Schemas | None = ()) -> AssistantTurn:
+        modality, row = text_modality(self._shared.modality, "ctx.read"), self._shared.tool_format
+        return row.read(modality.turn_text(rollout, row.special, row.thought[0]), tools)
 
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
         """`n` continuations of the same rollout, as new siblings with their own noise."""

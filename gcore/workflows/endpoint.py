@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from gcore.content.text import PromptTooLong, TextModality
+from gcore.content.text import PromptTooLong, TextModality, last_turn
 from gcore.generation.noise import noise_key
 from gcore.types import Message, Prompt, Rollout, UserError
 from gcore.workflows.openai_format import (
@@ -107,7 +107,7 @@ class Session:
         said = tuple(map(identity, messages))
         rollout = await self._next_turn(said, messages, tools, params)
         turn = self._turn(rollout)
-        message = assistant_message(turn.text, tools is not None, len(self._nodes))
+        message = assistant_message(self._context.read(rollout, tools), len(self._nodes))
         self._nodes.append(Node((*said, identity(message)), json.dumps(tools, sort_keys=True), rollout))
         return chat_response(self._name(), turn, message, body)
 
@@ -171,8 +171,7 @@ class Session:
         return rollout
 
     def _turn(self, rollout: Rollout) -> Turn:
-        steps = rollout.num_steps
-        own = next((i for i in range(steps) if not rollout.mask_S[steps - 1 - i]), steps)  # of the last turn
+        steps, own = rollout.num_steps, last_turn(rollout.mask_S)
         texts = self._modality.step_texts(rollout.content)[steps - own :]
         logprobs = [(text, float(p)) for text, p in zip(texts, rollout.logprobs_S[steps - own :], strict=True)]
         return Turn(str(rollout.turn), rollout.finish, rollout.content.size - own, logprobs)

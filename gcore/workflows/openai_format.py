@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gcore.types import Message, UserError
-from gcore.workflows.tools import parse_tool_calls, without_tool_calls
+from gcore.workflows.tool_formats import AssistantTurn
 
 Body = dict[str, Any]
 SAMPLING = {
@@ -137,23 +137,20 @@ def identity(message: Message) -> str:
     return json.dumps([message["role"], content.strip() if is_ours else content, calls], sort_keys=True)
 
 
-def assistant_message(text: str, with_tools: bool, number: int) -> Message:
-    """What the policy said, with its tool calls if the request has tools. `number`: of the turn, for the ids."""
-    calls = [call for call in parse_tool_calls(text) if not call.error] if with_tools else []
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": without_tool_calls(text),
-        "tool_calls": [
-            {
-                "id": f"call_{number}_{i}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for i, call in enumerate(calls)
-        ],
-    }
+def assistant_message(turn: AssistantTurn, number: int) -> Message:
+    """What the policy said. `number`: of the turn, for the ids of calls."""
+    message: Message = {"role": "assistant", "content": turn.content}
+    if turn.reasoning:
+        message |= {"reasoning_content": turn.reasoning}
+    calls = [
+        {
+            "id": call.id or f"call{number:03}{i:02}",  # some templates require nine letters and digits
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for i, call in enumerate(turn.parsed)
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def chat_response(name: str, turn: Turn, message: Message, body: Mapping[str, Any]) -> Body:
