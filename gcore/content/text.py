@@ -7,6 +7,7 @@ the policy trains on exactly the tokens that it sampled.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.types import Bools, Message, Pixels, Prompt, Rollout, SamplingParams, UserError
 
-MARK = "\u00a7"  # position marker in the rendered template; any text without special tokens would do
-PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": MARK})
+MARK = "zqMARKqz"  # position marker in rendered messages; any text that no message has would do
+ASKED = {"role": "user", "content": "?"}
 
 
 class PromptTooLong(UserError):
@@ -97,18 +98,23 @@ class TextModality:
         return tokens_of(prompt.content).extended(steps), mask_S
 
     def between_turns(self, content: Content, feedback: str | Sequence[Message]) -> Tokens:
-        """A string is used as it is. Messages are rendered with the chat template, after the end of the last turn. They
-        may have images of tools: parts {"type": "image", "image": pixels}, as arrays or references to arrays."""
-        text = feedback if isinstance(feedback, str) else self._end_of_turn() + self._rendered_turns(feedback)
+        """A string is used as it is. Messages are rendered with the chat template, after the end of the last turn: what
+        the template does to earlier turns, such as leaving out thoughts, changes no token of the sample.
+
+        The first message may be the assistant's that the others answer: only its tool calls are used. Messages may have
+        images of tools: parts {"type": "image", "image": pixels}, as arrays or references to arrays."""
+        generated = tokens_of(content).tokens_S
         images = [] if isinstance(feedback, str) else _images(feedback)
         if images and self._processor is None:
             raise UserError("ctx.proceed: an image for a model that takes none (keys: workflow, model)")
+        text, said = feedback if isinstance(feedback, str) else "", 0  # tokens that the policy has sampled itself
+        if not isinstance(feedback, str):
+            text, said = self._after_turn(feedback, ended=generated[-1] in self._params.stop_tokens)
         seen = self._processor.content(text, images) if images and self._processor is not None else None
         tokens, media = (self._encode(text), ()) if seen is None else (seen.tokens_P, seen.media)
-        generated = tokens_of(content).tokens_S
-        if not isinstance(feedback, str) and len(tokens) and tokens[0] == generated[-1]:
-            tokens, media = tokens[1:], tuple(medium.moved(-1) for medium in media)  # the policy said it itself
-        return Tokens.steps(tokens, media=media)
+        if not isinstance(feedback, str) and len(tokens) > said and tokens[said] == generated[-1]:
+            said += 1  # it ends its turn with the first token of the next one
+        return Tokens.steps(tokens[said:], media=tuple(medium.moved(-said) for medium in media))
 
     @property
     def chat_template(self) -> str | Mapping[str, str] | None:
@@ -163,19 +169,40 @@ class TextModality:
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
-    def _end_of_turn(self) -> str:
-        """The text that the chat template puts after the content of an assistant's message."""
-        rendered = self._render(PROBE)
-        return rendered[rendered.rindex(MARK) + 1 :]
-
-    def _rendered_turns(self, messages: Sequence[Message]) -> str:
-        before, after = self._render(PROBE), self._render((*PROBE, *messages), add_generation_prompt=True)
-        if not after.startswith(before):
-            raise UserError(
-                "ctx.proceed: the chat template changes earlier turns when messages are added, so their tokens would "
-                "change; pass a string instead of messages (or change model.chat_template)"
-            )
-        return after[len(before) :]
+    def _after_turn(self, feedback: Sequence[Message], ended: bool) -> tuple[str, int]:
+        """What the template puts after a turn of the assistant, from the last argument of its calls or the end of its
+        content on, and the number of tokens of it that the policy has sampled itself: the rest of the calls, and the
+        end of the turn if it has `ended` it, perhaps by another token than the template's."""
+        given = feedback[0] if feedback and feedback[0].get("role") == "assistant" else None
+        results = list(feedback if given is None else feedback[1:])
+        calls = _calls_answered((given or {}).get("tool_calls") or (), results)
+        plain: dict[str, Any] = {"role": "assistant", "content": MARK}
+        turns = [{"role": "assistant", "content": "", "tool_calls": some} for some in (calls, calls[-1:]) if some]
+        error = UserError(
+            "ctx.proceed: the chat template leaves out what the assistant says (key: model.chat_template)"
+        )
+        for turn in (*turns, plain):
+            try:
+                alone = self._render([ASKED, turn])
+                whole = self._render([ASKED, turn, *results], add_generation_prompt=True)
+            except UserError as rejected:  # a template may know no calls, or one per turn
+                error = rejected
+                continue
+            if MARK in alone and MARK in whole:
+                break
+        else:
+            raise error
+        end, text = _after_mark(alone), _after_mark(whole)
+        tokens = self._encode(end)
+        (stops,) = np.nonzero(np.isin(tokens, self._params.stop_tokens))
+        if len(stops) and ended:
+            return text, int(stops[0]) + 1
+        if turn is plain:
+            return text, 0
+        if len(stops):
+            return text, int(stops[0])
+        after_content = _after_mark(self._render([ASKED, plain]))
+        return text.removeprefix(end.removesuffix(after_content)), 0
 
     def _render(
         self,
@@ -188,13 +215,21 @@ class TextModality:
                 "ctx.proceed: the tokenizer has no chat template for messages; pass a string (or set "
                 "model.chat_template)"
             )
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **({"tools": list(tools)} if tools else {}),
+        from jinja2 import TemplateError
+
+        given = {"add_generation_prompt": add_generation_prompt, **({"tools": list(tools)} if tools else {})}
+        cause = ""
+        for form in (list(messages), _with_json_arguments(messages)):
+            try:
+                text: str = self._tokenizer.apply_chat_template(form, tokenize=False, **given)
+            except (TemplateError, TypeError) as error:  # an unknown role, arguments as objects, ...
+                cause = cause or " ".join(str(error).split())
+            else:
+                return text
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise UserError(
+            f"the chat template rejects messages of the roles {roles}: {cause} (keys: workflow, model.chat_template)"
         )
-        return text
 
 
 class ConversationModality(TextModality):
@@ -211,6 +246,42 @@ def last_turn(mask_S: Bools) -> int:
     """The number of steps of the policy's last turn."""
     others = np.flatnonzero(~mask_S[::-1])
     return int(others[0]) if len(others) else len(mask_S)
+
+
+def _after_mark(text: str) -> str:
+    return text.partition(MARK)[2]
+
+
+def _calls_answered(given: Sequence[Mapping[str, Any]], feedback: list[Message]) -> list[dict[str, Any]]:
+    """Calls for the results of tools at the beginning of the feedback, as templates want them: with the names of those
+    `given`, and with ids, which results without one get too. The last one has the mark."""
+    calls: list[dict[str, Any]] = []
+    for i, message in enumerate(feedback):
+        if message.get("role") != "tool":
+            break
+        call = given[i] if i < len(given) else {}
+        name = (call.get("function") or {}).get("name") or message.get("name") or "tool"
+        number = message.get("tool_call_id") or call.get("id") or f"call{i:05}"
+        feedback[i] = {**message, "tool_call_id": number}
+        calls.append({"id": number, "type": "function", "function": {"name": name, "arguments": {}}})
+    if calls:
+        calls[-1]["function"]["arguments"] = {"x": MARK}
+    return calls
+
+
+def _with_json_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Arguments of tool calls as strings: most templates want objects, some strings."""
+
+    def text(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call.get("function") or {}
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    return [
+        {**m, **({"tool_calls": [text(c) for c in m["tool_calls"]]} if m.get("tool_calls") else {})} for m in messages
+    ]
 
 
 def _images(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:

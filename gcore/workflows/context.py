@@ -279,7 +279,9 @@ class SampleContext:
     ) -> list[Rollout]:
         """One more turn for each sibling, all after the same steps and feedback. None: the same turn goes on."""
         shared, modality = self._shared, self._shared.modality
-        added = None if feedback is None else modality.between_turns(rollout.content, feedback)
+        added = None
+        if feedback is not None:
+            added = modality.between_turns(rollout.content, self._with_calls(rollout, feedback))
         num_steps = rollout.num_steps + (added.num_steps if added is not None else 0)
         sampling = modality.next_params(
             params, greedy=shared.greedy, temperature=rollout.temperature, num_steps=num_steps
@@ -287,6 +289,13 @@ class SampleContext:
         if sampling is None:
             return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]
         return await self._continue(rollout, siblings, added, sampling)
+
+    def _with_calls(self, rollout: Rollout, feedback: str | Sequence[Message]) -> str | Sequence[Message]:
+        """Before results of tools, the calls that they answer: some chat templates repeat their names or ids."""
+        if isinstance(feedback, str) or not feedback or feedback[0].get("role") != "tool":
+            return feedback
+        calls = [{"id": call.id, "function": {"name": call.name}} for call in self._said(rollout).calls]
+        return [{"role": "assistant", "tool_calls": calls}, *feedback]
 
     async def _continue(
         self, start: Rollout, siblings: Sequence[int], added: Content | None, params: SamplingParams

@@ -140,7 +140,9 @@ class Session:
         continued = [node for node in self._nodes if node.begins(said, described)]
         if continued:
             node = max(continued, key=lambda node: (len(node.said), -len(node.taken)))
-            return await self._continue(node, whole[len(node.said) :], params)
+            # with the message of the assistant that the new ones answer
+            start = len(node.said) - (not isinstance(whole, str))
+            return await self._continue(node, whole[start:], params)
         number = next(self._roots)
         sibling = self.sibling if not number else noise_key("conversation", self.sibling, number) >> 16
         try:
