@@ -7,6 +7,7 @@ the policy trains on exactly the tokens that it sampled.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -181,11 +182,15 @@ class TextModality:
         error = UserError(
             "ctx.proceed: the chat template leaves out what the assistant says (key: model.chat_template)"
         )
-        for turn in (*turns, plain):
+        # the template may know no calls, or one per turn, or want tools, or be several templates, one for tools
+        given_tools: tuple[list[Any] | None, ...] = (
+            ([],) if calls and isinstance(self.chat_template, Mapping) else (None, [])
+        )
+        for tools, turn in itertools.product(given_tools, (*turns, plain)):
             try:
-                alone = self._render([ASKED, turn])
-                whole = self._render([ASKED, turn, *results], add_generation_prompt=True)
-            except UserError as rejected:  # a template may know no calls, or one per turn
+                alone = self._render([ASKED, turn], tools=tools)
+                whole = self._render([ASKED, turn, *results], add_generation_prompt=True, tools=tools)
+            except UserError as rejected:
                 error = rejected
                 continue
             if MARK in alone and MARK in whole:
@@ -201,7 +206,7 @@ class TextModality:
             return text, 0
         if len(stops):
             return text, int(stops[0])
-        after_content = _after_mark(self._render([ASKED, plain]))
+        after_content = _after_mark(self._render([ASKED, plain], tools=tools))
         return text.removeprefix(end.removesuffix(after_content)), 0
 
     def _render(
@@ -217,7 +222,7 @@ class TextModality:
             )
         from jinja2 import TemplateError
 
-        given = {"add_generation_prompt": add_generation_prompt, **({"tools": list(tools)} if tools else {})}
+        given = {"add_generation_prompt": add_generation_prompt, **({} if tools is None else {"tools": list(tools)})}
         cause = ""
         for form in (list(messages), _with_json_arguments(messages)):
             try:

@@ -144,7 +144,7 @@ def assistant_message(turn: AssistantTurn, number: int) -> Message:
         message |= {"reasoning_content": turn.reasoning}
     calls = [
         {
-            "id": call.id or f"call{number:03}{i:02}",  # some templates require nine letters and digits
+            "id": call.id or f"c{number:05}{i:03}",  # some templates require nine letters and digits
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }

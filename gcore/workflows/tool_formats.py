@@ -15,7 +15,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Schemas = Sequence[Mapping[str, Any]]  # of the tools, in OpenAI's form
@@ -140,8 +140,9 @@ def _mistral(body: str, _: Schemas) -> list[ToolCall]:
     """[{"name": ..., "arguments": {...}}], or since version 11 of its tokenizer name[CALL_ID]id[ARGS]{...}."""
     if body.startswith(("[{", "[ {", "{")) or body == "[]":
         calls = _json(body)
-        return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-    match = re.fullmatch(r"([\w.:-]+)\s*(?:\[CALL_ID\](\w*))?\s*(?:\[ARGS\])?\s*(\{.*\})?", body, re.DOTALL)
+        made = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+        return [call if re.fullmatch(r"[A-Za-z0-9]{9}", call.id) else replace(call, id="") for call in made]
+    match = re.fullmatch(r"([\w.:-]+)\s*(?:\[CALL_ID\]([A-Za-z0-9]{9}))?\s*(?:\[ARGS\])?\s*(\{.*\})?", body, re.DOTALL)
     if match is None:
         raise ValueError("expected name[ARGS]{...}")
     return [ToolCall(match[1], _arguments(match[3]), id=match[2] or "")]

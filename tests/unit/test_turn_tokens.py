@@ -59,7 +59,7 @@ class Family:
 CHATML = ("<|im_start|> <|im_end|>", "<|im_end|>", "<tool_call> </tool_call> <think> </think>")
 FAMILIES = {
     "qwen3": Family("hermes", *CHATML, thinks="reasoning_content", moves=BLOCK),
-    "qwen2_5": Family("hermes", *CHATML),
+    "hermes": Family("hermes", *CHATML),
     "qwen3_coder": Family("qwen3_coder", *CHATML),
     "llama3_1": Family(
         "llama3",
@@ -259,7 +259,8 @@ class World:
 
     def text_of(self, message: Message) -> str:
         """What the template wants the policy to say, up to the end of the turn."""
-        before, whole = self.render([QUESTION], add_generation_prompt=True), self.render([QUESTION, message])
+        before = self.render([QUESTION], add_generation_prompt=True, tools=TOOLS)
+        whole = self.render([QUESTION, message], tools=TOOLS)
         assert whole.startswith(before)
         text = whole[len(before) :].rstrip("\n")
         ends = self.family.end.split()
