@@ -6,6 +6,8 @@ the policy trains on exactly the tokens that it sampled.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -14,22 +16,36 @@ from typing import Any
 
 import numpy as np
 
+from gcore.config.data import MediaData
 from gcore.config.generation import Generation
 from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.base import Content, Modality
 from gcore.content.decoding import Detokenizer
-from gcore.content.families import KINDS
-from gcore.content.media import resolve
+from gcore.content.families import KINDS, kind_module
+from gcore.content.media import BadMedia, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.types import Bools, Message, Pixels, Prompt, Rollout, SamplingParams, UserError
+from gcore.types import Bools, Message, Pixels, Prompt, SamplingParams, UserError
 
 MARK = "zqMARKqz"  # position marker in rendered messages; any text that no message has would do
 ASKED = {"role": "user", "content": "?"}
+TAIL = 12  # tokens before a turn, to see whether the chat template opens a thought
 
 
 class PromptTooLong(UserError):
     """The context of a sample that a workflow has made is too long."""
+
+
+class _DataUrl:
+    """Implements content.families.MediaSource."""
+
+    limits = MediaData()
+
+    def load(self, kind: str, value: Any) -> bytes:
+        try:
+            return base64.b64decode(str(value).partition(",")[2], validate=True)
+        except ValueError:
+            raise BadMedia(f"a data URL of an {kind} whose data are not base64") from None
 
 
 class TextModality:
@@ -77,21 +93,48 @@ class TextModality:
         return params
 
     def opening(
-        self, messages: Sequence[Mapping[str, Any]] | str, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]] | str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        has_history: bool = False,
     ) -> Tokens:
-        """Messages are rendered with the chat template, as prompts are; a string is used as it is, after bos."""
-        if isinstance(messages, str):
-            self._check_alphabet([messages])
-            tokens = np.asarray(self._tokenizer(messages)["input_ids"], dtype=np.int32)
-        else:
-            self._check_alphabet([message.get("content") for message in messages])
-            tokens = self._encode(self._render(messages, add_generation_prompt=True, tools=tools))
-        if len(tokens) > self._max_prompt_tokens:
+        """Messages are rendered with the chat template, as prompts are; a string is used as it is, after bos.
+        `has_history`: turns of the policy are among them, so they may be as long as a prompt with its response."""
+        opened = self.context(messages, tools)
+        tokens = opened.tokens_P
+        if has_history and self.excess(opened) >= self._max_tokens:
+            raise PromptTooLong(
+                f"the messages are {len(tokens)} tokens; expected less than data.max_prompt_length + "
+                f"generation.max_response_length={self._max_prompt_tokens + self._max_tokens}"
+            )
+        if self.excess(opened) and not has_history:
             raise PromptTooLong(
                 f"the messages are {len(tokens)} tokens; expected at most data.max_prompt_length="
                 f"{self._max_prompt_tokens} before the first response"
             )
-        return Tokens(tokens, own_context=True)
+        return opened
+
+    def context(
+        self, messages: Sequence[Mapping[str, Any]] | str, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Tokens:
+        """As `opening`, of any length. Messages may have images: parts {"type": "image", "image": pixels}."""
+        if isinstance(messages, str):
+            self._check_alphabet([messages])
+            return Tokens(np.asarray(self._tokenizer(messages)["input_ids"], dtype=np.int32), own_context=True)
+        self._check_alphabet([message.get("content") for message in messages])
+        images = self._images(messages)
+        text = self._render(messages, add_generation_prompt=True, tools=tools)
+        seen = self._with_images(text, images)
+        return dataclasses.replace(Tokens(self._encode(text)) if seen is None else seen, own_context=True)
+
+    def image(self, url: str) -> Pixels:
+        """Of a data URL."""
+        found: Pixels = kind_module("image").read("image", url, None, _DataUrl())
+        return found
+
+    def excess(self, content: Content) -> int:
+        """Tokens of the context beyond data.max_prompt_length: the response has this many less."""
+        return max(0, len(tokens_of(content).tokens_P) - self._max_prompt_tokens)
 
     def answer(self, prompt: Prompt, answer: str | Sequence[Message]) -> tuple[Tokens, Bools]:
         """The prompt with an answer that was not generated, and which of its steps the assistant wrote."""
@@ -105,13 +148,11 @@ class TextModality:
         The first message may be the assistant's that the others answer: only its tool calls are used. Messages may have
         images of tools: parts {"type": "image", "image": pixels}, as arrays or references to arrays."""
         generated = tokens_of(content).tokens_S
-        images = [] if isinstance(feedback, str) else _images(feedback)
-        if images and self._processor is None:
-            raise UserError("ctx.proceed: an image for a model that takes none (keys: workflow, model)")
+        images = [] if isinstance(feedback, str) else self._images(feedback)
         text, said = feedback if isinstance(feedback, str) else "", 0  # tokens that the policy has sampled itself
         if not isinstance(feedback, str):
             text, said = self._after_turn(feedback, ended=generated[-1] in self._params.stop_tokens)
-        seen = self._processor.content(text, images) if images and self._processor is not None else None
+        seen = self._with_images(text, images)
         tokens, media = (self._encode(text), ()) if seen is None else (seen.tokens_P, seen.media)
         if not isinstance(feedback, str) and len(tokens) > said and tokens[said] == generated[-1]:
             said += 1  # it ends its turn with the first token of the next one
@@ -122,18 +163,27 @@ class TextModality:
         template: str | Mapping[str, str] | None = getattr(self._tokenizer, "chat_template", None)
         return template
 
-    def turn_text(self, rollout: Rollout, special: Sequence[str], thought: str) -> str:
-        """The text of the last turn, with these special tokens except the one that ended it. `thought`: the mark of a
-        thought; the text begins with it if the template has put it before the turn."""
-        tokens, own = tokens_of(rollout.content), last_turn(rollout.mask_S)
-        said = tokens.tokens_S[rollout.num_steps - own :]
+    def turn_text(self, content: Content, own: int, clean: str, special: Sequence[str], thought: str) -> str:
+        """The text of the last `own` steps, a turn of the policy, with these special tokens except the one that ended
+        it; `clean`: without them. It begins with `thought`, the mark of a thought, if the template has put it there."""
+        whole = tokens_of(content)
+        said = whole.tokens_S[whole.num_steps - own :]
         ended = said[:-1] if own and said[-1] in self._params.stop_tokens else said
         text = self._decoder.with_special(ended, special)
-        if text is None:
-            text = str(rollout.turn)
-        before = tokens.tokens_T[: tokens.size - own][-len(thought) - 2 :]
-        opened = self._tokenizer.decode(before.tolist(), skip_special_tokens=False).rstrip().endswith(thought)
-        return thought + text if opened else text
+        end = whole.num_steps - own
+        tail = whole.tokens_S[max(0, end - TAIL) : end] if end else whole.tokens_P[-TAIL:]
+        opened = self._tokenizer.decode(tail.tolist(), skip_special_tokens=False).rstrip().endswith(thought)
+        return (thought if opened else "") + (clean if text is None else text)
+
+    def rewrites(self, history: Sequence[Message], feedback: Sequence[Message]) -> bool:
+        """Whether the chat template writes the history, with the turns of the policy as it said them, differently when
+        the feedback follows. If it writes such messages at all: what the policy says need not be what it expects."""
+        try:
+            before = self._render(list(map(_with_thought, history)))
+            after = self._render([*map(_with_thought, history), *feedback], add_generation_prompt=True)
+        except UserError:
+            return False
+        return not after.startswith(before)
 
     def step_texts(self, content: Content) -> list[str]:
         """The text of every token."""
@@ -141,6 +191,16 @@ class TextModality:
 
     def hidden_steps(self, content: Content, output: str) -> list[tuple[int, str]]:
         return self._decoder.hidden(tokens_of(content).tokens_S, output)
+
+    def _with_images(self, text: str, images: Sequence[tuple[str, Pixels]]) -> Tokens | None:
+        """None: there are no images."""
+        return self._processor.content(text, images) if images and self._processor is not None else None
+
+    def _images(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Pixels]]:
+        images = _images(messages)
+        if images and self._processor is None:
+            raise UserError("an image for a model that takes none (keys: workflow, model)")
+        return images
 
     def _check_alphabet(self, texts: Sequence[Any]) -> None:
         alphabet = frozenset(getattr(self._tokenizer, "alphabet", ""))  # of a model built from scratch
@@ -220,21 +280,19 @@ class TextModality:
                 "ctx.proceed: the tokenizer has no chat template for messages; pass a string (or set "
                 "model.chat_template)"
             )
-        from jinja2 import TemplateError
-
         given = {"add_generation_prompt": add_generation_prompt, **({} if tools is None else {"tools": list(tools)})}
-        cause = ""
-        for form in (list(messages), _with_json_arguments(messages)):
+        causes = list[Exception]()
+        for as_text in (False, True):
+            form = _with_arguments(messages, as_text)
             try:
                 text: str = self._tokenizer.apply_chat_template(form, tokenize=False, **given)
-            except (TemplateError, TypeError) as error:  # an unknown role, arguments as objects, ...
-                cause = cause or " ".join(str(error).split())
+            except Exception as error:  # templates raise errors of their own about roles, their order and arguments
+                causes.append(error)
             else:
                 return text
-        roles = ", ".join(str(message.get("role")) for message in messages)
         raise UserError(
-            f"the chat template rejects messages of the roles {roles}: {cause} (keys: workflow, model.chat_template)"
-        )
+            f"the chat template cannot write these messages: {causes[0]} (keys: workflow, model.chat_template)"
+        ) from causes[0]
 
 
 class ConversationModality(TextModality):
@@ -274,22 +332,31 @@ def _calls_answered(given: Sequence[Mapping[str, Any]], feedback: list[Message])
     return calls
 
 
-def _with_json_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments of tool calls as strings: most templates want objects, some strings."""
+def _with_arguments(messages: Sequence[Mapping[str, Any]], as_text: bool) -> list[dict[str, Any]]:
+    """Arguments of tool calls as objects or as JSON: most templates want objects, some text."""
 
-    def text(call: Mapping[str, Any]) -> dict[str, Any]:
+    def written(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call.get("function") or {}
         arguments = function.get("arguments")
-        if not isinstance(arguments, str):
+        if as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
         return {**call, "function": {**function, "arguments": arguments}}
 
     return [
-        {**m, **({"tool_calls": [text(c) for c in m["tool_calls"]]} if m.get("tool_calls") else {})} for m in messages
+        {**m, **({"tool_calls": list(map(written, m["tool_calls"]))} if m.get("tool_calls") else {})} for m in messages
     ]
 
 
-def _images(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:
+def _with_thought(message: Message) -> Message:
+    """By both names that templates have for it."""
+    thought = message.get("reasoning_content")
+    return {**message, "thinking": thought} if thought else message
+
+
+def _images(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Pixels]]:
     parts = [p for m in messages if isinstance(m.get("content"), list | tuple) for p in m["content"]]
     if others := [kind for part in parts if (kind := part.get("type")) in KINDS and kind != "image"]:
         raise UserError(f"ctx.proceed: {KINDS[others[0]].one} of a tool; expected images (key: workflow)")

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gcore.types import Message
+
 Schemas = Sequence[Mapping[str, Any]]  # of the tools, in OpenAI's form
 THINK = ("<think>", "</think>")
 CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
@@ -60,7 +62,10 @@ class ToolFormat:
     calls_of: Callable[[str, Schemas], list[ToolCall]]  # raises ValueError if the text is not a call
     special: tuple[str, ...] = ()  # special tokens that it is written with
     thought: tuple[str, str] = THINK
+    openers: tuple[str, ...] = ()  # a call begins with one of them
+    bare: bool = False  # a whole turn of JSON, or a list, may be a call too
     reader: Reader | None = None  # instead of `call` and `thought`
+    partial: Callable[[str], str] | None = None  # for `reader`: what is certain of a turn that goes on
 
     def read(self, text: str, tools: Schemas | None = ()) -> AssistantTurn:
         if self.reader is not None:
@@ -70,6 +75,14 @@ class ToolFormat:
             return AssistantTurn(reasoning, said)
         calls, rest = self.find_calls(said, tools)
         return AssistantTurn(reasoning, rest, tuple(calls))
+
+    def with_thought(self, message: Message) -> Message:
+        """A message of the assistant with its thought in the content."""
+        thought = message.get("reasoning_content")
+        if self.reader is not None or not thought:
+            return message
+        rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+        return {**rest, "content": f"{self.thought[0]}\n{thought}\n{self.thought[1]}\n\n{message['content']}"}
 
     def is_in(self, template: str) -> bool:
         return any(all(mark in template for mark in group) for group in self.marks)
@@ -90,19 +103,42 @@ class ToolFormat:
             return [], text
         return calls, "".join([*rest, text[end:]]).strip()
 
+    def so_far(self, text: str, tools: Schemas | None = ()) -> AssistantTurn:
+        """Of a turn that goes on: only what its end cannot change. What may be the beginning of a call or of the end of
+        a thought waits."""
+        if self.partial is not None:
+            text = self.partial(text)
+            return replace(self.read(text, tools), calls=())
+        start, end = self.thought
+        if (said := text.lstrip()) and len(said) < len(start) and start.startswith(said):
+            return AssistantTurn("", "")
+        calls = self.openers if tools is not None else ()
+        if said.startswith(start) and end not in said:
+            return AssistantTurn(_before(said.removeprefix(start), (end, *calls)).strip(), "")
+        reasoning, content = self._split(text)
+        if calls and self.bare and content.lstrip().startswith(("{", "[")):
+            return AssistantTurn(reasoning, "")
+        content = _before(content, calls).rstrip() if calls else content
+        return AssistantTurn(reasoning, content)
+
     def _split(self, text: str) -> tuple[str, str]:
         """The thought and what follows it. One that is not closed ends where a call begins."""
         start, end = self.thought
-        if not (is_open := text.lstrip().startswith(start)) and end not in text:
+        if not (said := text.lstrip()).startswith(start):
             return "", text
-        call = self.call.search(text)
-        if not is_open and call is not None and call.start() < text.index(end):
-            return "", text  # a part of an argument
-        before, _, after = text.partition(end)
-        if end not in text:
-            before, after = (text[: call.start()], text[call.start() :]) if call is not None else (text, "")
-        said, opened, thought = before.partition(start)
-        return (thought.strip(), (said + after).strip()) if opened else (before.strip(), after.strip())
+        thought, closed, rest = said.removeprefix(start).partition(end)
+        if not closed and (call := self.call.search(thought)) is not None:
+            thought, rest = thought[: call.start()], thought[call.start() :]
+        return thought.strip(), rest.lstrip("\n")
+
+
+def _before(text: str, marks: Sequence[str]) -> str:
+    """Up to the first mark, or to what may be the beginning of one at the end."""
+    found = [at for mark in marks if (at := text.find(mark)) >= 0]
+    if found:
+        return text[: min(found)]
+    longest = max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+    return text[: len(text) - longest]
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
@@ -294,6 +330,15 @@ def _harmony(row: ToolFormat, text: str, tools: Schemas | None) -> AssistantTurn
     return AssistantTurn(_joined(thoughts), _joined(said), tuple(calls))
 
 
+def _whole_messages(text: str) -> str:
+    """Without a last message that is a call, or may become one."""
+    *before, last = re.split(r"(<\|end\|>|<\|call\|>|<\|return\|>)", text)
+    header, sep, body = last.partition("<|message|>")
+    if not sep or re.search(r"\bto=", header):
+        return "".join(before)
+    return "".join(before) + header + sep + body.rstrip()
+
+
 def _joined(parts: Sequence[str]) -> str:
     return "\n".join(part.strip() for part in parts if part.strip())
 
@@ -315,7 +360,7 @@ BARE_LLAMA = (
     r'\A\s*(\[?\s*\{\s*"(?:name|type)"\s*:(?=.*"(?:parameters|arguments)"\s*:).*'
     r"|\[\s*[A-Za-z_][\w.]*\(.*\)\s*\])\s*\Z"
 )
-HERMES = ToolFormat("hermes", (("<tool_call>",),), TAGGED, _hermes)
+HERMES = ToolFormat("hermes", (("<tool_call>",),), TAGGED, _hermes, openers=("<tool_call>",))
 FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "harmony",
@@ -324,6 +369,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         _no_calls,
         ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
         reader=_harmony,
+        partial=_whole_messages,
     ),
     ToolFormat(
         "kimi",
@@ -337,6 +383,7 @@ FORMATS: tuple[ToolFormat, ...] = (
             *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
             *("<|tool_call_argument_begin|>", "<|tool_call_end|>", *THINK),
         ),
+        openers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     ),
     ToolFormat(
         "deepseek_v32",
@@ -344,6 +391,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         _pattern(r"<｜DSML｜(?:function|tool)_calls>(.*?)(?:</｜DSML｜(?:function|tool)_calls>|\Z)"),
         _invoked,
         ("｜DSML｜", *THINK),
+        openers=("<｜DSML｜",),
     ),
     ToolFormat(
         "deepseek",
@@ -357,6 +405,7 @@ FORMATS: tuple[ToolFormat, ...] = (
             *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
             *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", *THINK),
         ),
+        openers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     ),
     ToolFormat(
         "minimax",
@@ -364,6 +413,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         _pattern(r"<minimax:tool_call>(.*?)(?:</minimax:tool_call>|\Z)"),
         _invoked,
         ("<minimax:tool_call>", "</minimax:tool_call>", *THINK),
+        openers=("<minimax:tool_call>",),
     ),
     ToolFormat(
         "glm",
@@ -371,6 +421,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         TAGGED,
         _glm,
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *THINK),
+        openers=("<tool_call>",),
     ),
     ToolFormat(
         "qwen3_coder",
@@ -378,6 +429,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         _pattern(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)|(<function=.*?(?:</function>|\Z))"),
         _qwen3_coder,
         ("<tool_call>", "</tool_call>", *THINK),
+        openers=("<tool_call>", "<function="),
     ),
     HERMES,
     ToolFormat(
@@ -387,6 +439,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         _mistral,
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
         thought=("[THINK]", "[/THINK]"),
+        openers=("[TOOL_CALLS]",),
     ),
     ToolFormat(
         "llama4",
@@ -397,6 +450,8 @@ FORMATS: tuple[ToolFormat, ...] = (
         ),
         _llama,
         ("<|python_start|>", "<|python_end|>"),
+        openers=("<|python_start|>",),
+        bare=True,
     ),
     ToolFormat(
         "llama3",
@@ -404,6 +459,8 @@ FORMATS: tuple[ToolFormat, ...] = (
         _pattern(r"<\|python_tag\|>\s*(.*?)\s*\Z|" + BARE_LLAMA),
         _llama,
         ("<|python_tag|>",),
+        openers=("<|python_tag|>",),
+        bare=True,
     ),
 )
 BY_NAME = {row.name: row for row in FORMATS}

@@ -54,7 +54,7 @@ TURNS: list[tuple[str, str, str, str, list[ToolCall]]] = [
     ),
     (
         "deepseek_v32",
-        'look</think>wait\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="find">\n'
+        '<think>look</think>wait\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="find">\n'
         '<｜DSML｜parameter name="city" string="true">7</｜DSML｜parameter>\n'
         '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
         '<｜DSML｜parameter name="near" string="false">["x"]</｜DSML｜parameter>\n'
@@ -136,6 +136,33 @@ def test_a_turn_of_each_family(name, text, thought, content, calls):
     assert not calls or calls[0].name in unread.content
 
 
+@pytest.mark.parametrize(("name", "text", "thought", "content", "calls"), TURNS)
+def test_what_is_certain_of_a_turn_that_goes_on(name, text, thought, content, calls):
+    """It is the beginning of what the whole turn says."""
+    row, shown = BY_NAME[name], set[str]()
+    for end in range(len(text)):
+        if any(
+            text[end:].startswith(mark[i:]) and text[:end].endswith(mark[:i])
+            for mark in row.special
+            for i in range(1, len(mark))
+        ):
+            continue  # in the middle of a special token
+        turn = row.so_far(text[:end], SCHEMAS)
+        assert thought.startswith(turn.reasoning) and content.startswith(turn.content) and not turn.calls
+        shown.add(turn.content)
+    assert row.so_far(text, SCHEMAS).content == content
+    assert not content or content[:1] in shown  # before the end
+
+
+def test_what_is_certain_of_text_without_calls():
+    for row in BY_NAME.values():
+        if row.partial is None:
+            assert row.so_far("1 < 2 [c] {x}", SCHEMAS).content == "1 < 2 [c] {x}"
+            assert row.so_far("<tool_call>", None).content == "<tool_call>"  # without tools
+    assert HERMES.so_far("85 <tool_", ()).content == "85" and HERMES.so_far("<thi").content == ""
+    assert BY_NAME["llama3"].so_far(' {"a').content == "" == BY_NAME["harmony"].so_far("<|channel|>final").content
+
+
 # format, text: what is left of it, and what is said about it
 BROKEN = [
     ("hermes", "so <tool_call>{'name'</tool_call>", "not JSON"),
@@ -182,10 +209,9 @@ def test_where_a_thought_ends():
     call = '<tool_call>{"name": "now"}</tool_call>'
     now = (ToolCall("now"),)
     assert HERMES.read(f"<think>I could {call}</think>85") == AssistantTurn(f"I could {call}", "85")
-    assert HERMES.read(f"I could {call}</think>85").calls == now  # not in a thought: nothing has opened one
+    assert HERMES.read(f"I could {call}</think>85").calls == now  # nothing has opened a thought
     assert HERMES.read(f"<think>so {call}") == AssistantTurn("so", "", now)  # models forget to close it
     assert HERMES.read("<think>still at it") == AssistantTurn("still at it", "")
-    assert HERMES.read("opened by the template</think>\n\n85") == AssistantTurn("opened by the template", "85")
     tag = '<tool_call>{"name": "say", "arguments": {"x": "</think>"}}</tool_call>'
     assert HERMES.read(tag) == AssistantTurn("", "", (ToolCall("say", {"x": "</think>"}),))
 
