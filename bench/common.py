@@ -32,12 +32,21 @@ SHAPES = {
     ),
     "qwen3-1.7B": Shape("qwen3-1.7B", 28, 2048, 6144, heads=16, kv_heads=8, head_dim=128, vocab=151_936, tied=True),
     "qwen3.5-2B": Shape("qwen3.5-2B", 24, 2048, 6144, heads=8, kv_heads=2, head_dim=256, vocab=248_320, tied=True),
+    "qwen3.5-8B-A1B": Shape(
+        "qwen3.5-8B-A1B", 24, 2048, 512, 8, 2, 256, vocab=248_320, tied=True, experts=96, active_experts=9
+    ),  # with the shared expert
     "qwen3.5-tiny": Shape("qwen3.5-tiny", 4, 64, 128, heads=4, kv_heads=2, head_dim=32, vocab=512, tied=True),
 }
 DELTA_RULE = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 FAMILIES: dict[str, dict[str, Any]] = {  # of those that are no Qwen2: keys of config.json
     "qwen3-1.7B": {"model_type": "qwen3"},
     "qwen3.5-2B": {"model_type": "qwen3_5_text", **dict(zip(DELTA_RULE, (16, 16, 128, 128), strict=True))},
+    "qwen3.5-8B-A1B": {
+        "model_type": "qwen3_5_moe_text",
+        **dict(zip(DELTA_RULE, (16, 16, 128, 128), strict=True)),
+        **{"num_experts": 96, "num_experts_per_tok": 8},
+        **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    },
     "qwen3.5-tiny": {"model_type": "qwen3_5_text", **dict(zip(DELTA_RULE, (2, 2, 64, 64), strict=True))},
 }
 

@@ -18,13 +18,14 @@ TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2
 
 def write_config(size: str, folder: Path) -> Path:
     """Only config.json: the weights are made by the processes that use them."""
-    from transformers import Qwen3_5Config
+    from transformers import Qwen3_5Config, Qwen3_5MoeConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as text_alone
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as with_tower
 
     config = model_config(size, max_position_embeddings=32_768, dtype="bfloat16")
-    if config.model_type == "qwen3_5_text":  # vLLM serves it with a tower for images; here, a small one
-        config = Qwen3_5Config(
+    outer = {"qwen3_5_text": Qwen3_5Config, "qwen3_5_moe_text": Qwen3_5MoeConfig}.get(config.model_type)
+    if outer is not None:  # vLLM serves it with a tower for images; here, a small one
+        config = outer(
             text_config=config.to_dict(),
             vision_config={**TOWER, "out_hidden_size": config.hidden_size},
             tie_word_embeddings=config.tie_word_embeddings,

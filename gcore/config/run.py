@@ -166,6 +166,9 @@ class Observe(Section):
     trackers: list[Tracker] = ["tensorboard"]
     """Where metrics go beside `metrics.jsonl`: `tensorboard`, `wandb` (Weights & Biases) and `mlflow`. The packages of
     the last two have to be installed."""
+    prometheus: str | int | None = None
+    """Serve the latest value of each metric for Prometheus at `/metrics` of this port, such as `9090`: on the loopback
+    interface. `HOST:PORT`: on another one; whoever reaches it can read the metrics."""
     trace: bool = True
     """Write `trace.json` for Perfetto."""
     samples_per_step: Count = 2

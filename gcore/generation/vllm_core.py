@@ -95,6 +95,8 @@ def open_core(folder: Path, options: LibraryOptions) -> Any:
             model = arguments.create_model_config()
             if model.is_hybrid or model.has_inner_state:
                 arguments.enable_prefix_caching = False
+                # the trainer's kernels; FlashInfer, which is the default on Hopper, compiles its own at each new host
+                arguments.gdn_prefill_backend = "triton"
                 log.warning("%s: no prefix caching, a prompt is computed for each of its samples", model.architecture)
             if options.media and takes_images(model, folder):  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False

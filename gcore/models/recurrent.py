@@ -15,6 +15,7 @@ the cumulative lengths of its samples.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gcore.models.decoders import KINDS, Traits, layers_of, traits_of
 from gcore.types import UserError
@@ -86,11 +88,27 @@ def takes_lengths(mixer: nn.Module) -> bool:
         return False
     _check_triton()
     if not hasattr(module.causal_conv1d_fn, "for_rows"):
+        from fla.modules.norm.l2norm import l2norm_bwd_kernel, l2norm_fwd_kernel
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+        for kernel in (l2norm_fwd_kernel, l2norm_bwd_kernel):
+            kernel.keys = ["D"]  # not the number of tokens, for which its variants would be measured again and again
         module.torch_chunk_gated_delta_rule = torch.compiler.disable(chunk_gated_delta_rule)
         module.causal_conv1d_fn = _convolution(module.causal_conv1d_fn)
     return True
+
+
+def choose_variants(mixer: nn.Module, hidden: int, device: str, dtype: torch.dtype, width: int = 4096) -> None:
+    """Triton compiles and measures all variants of the kernels of a layer when it is first computed, which takes two
+    minutes on a new host. Here engines start in the meantime; in the first update all would wait for it."""
+    generator = torch.Generator(device).manual_seed(0)  # the global one stays as it is
+    layer = copy.deepcopy(mixer).to_empty(device=device).to(dtype)
+    for parameter in layer.parameters():
+        parameter.data.normal_(std=0.02, generator=generator)
+    rows = torch.randn(1, width, hidden, generator=generator, device=device, dtype=dtype).requires_grad_()
+    starts = torch.arange(0, width + 1, width // 4, device=device, dtype=torch.int32)
+    output = layer(rows, cu_seq_lens_q=starts)
+    (output[0] if isinstance(output, tuple) else output).sum().backward()
 
 
 def _convolution(of_rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -127,10 +145,12 @@ class Recurrence:
     """Makes the recurrent layers of a network compute `samples`. None: each row is one sequence, or the layers take
     the lengths of its samples (`takes_lengths`)."""
 
-    def __init__(self, network: Any, on_gpu: bool = False) -> None:
+    def __init__(self, network: Any, on_gpu: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
         self.samples: Samples | None = None
         self.mixers, self._traits = mixers_of(network), traits_of(network.config)
         self.takes_lengths = on_gpu and all(takes_lengths(mixer) for mixer in self.mixers)
+        if self.takes_lengths and not any(isinstance(p, DTensor) for p in self.mixers[0].parameters()):
+            choose_variants(self.mixers[0], network.config.get_text_config().hidden_size, "cuda", dtype)
         for mixer in self.mixers if not self.takes_lengths else ():
             # compiled, the loops of transformers' own PyTorch path would be unrolled
             mixer.forward = torch.compiler.disable(mixer.forward)  # type: ignore[method-assign]

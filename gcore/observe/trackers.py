@@ -1,4 +1,5 @@
-"""Trackers that receive copies of the metrics: TensorBoard, Weights & Biases, MLflow. Imported only if enabled."""
+"""Trackers that receive copies of the metrics: TensorBoard, Weights & Biases, MLflow. Imported only if enabled. And the
+page that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ import io
 import itertools
 import json
 import os
+import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +51,8 @@ def open_trackers(
         "wandb": lambda: Wandb(folder, run_name, config),
         "mlflow": lambda: MLflow(folder, run_name, config),
     }
-    return [make[name]() for name in observe.trackers]
+    trackers = [make[name]() for name in observe.trackers]
+    return trackers + ([Prometheus(observe.prometheus, run_name)] if observe.prometheus is not None else [])
 
 
 class TensorBoard:
@@ -136,7 +141,58 @@ class MLflow:
         self._mlflow.end_run(status="FINISHED")
 
 
-Tracker = TensorBoard | Wandb | MLflow
+class Prometheus:
+    """A page with the latest values: `gcore_reward_mean{run="quickstart"} 0.43`."""
+
+    name = "Prometheus"
+
+    def __init__(self, address: str | int, run_name: str):
+        host, _, port = f"{address}".rpartition(":")
+        self._label = json.dumps(run_name)
+        self._page = ""
+        try:
+            self._server = ThreadingHTTPServer((host or "127.0.0.1", int(port)), self._handler())
+        except (OSError, OverflowError, ValueError) as error:
+            raise UserError(
+                f"observe.prometheus={address}: {error}; expected a port that is free, or HOST:PORT of this machine"
+            ) from None
+        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        tracker = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10  # of a client that sends nothing
+
+            def do_GET(self) -> None:
+                found = self.path == "/metrics"
+                body = tracker._page.encode() if found else b"expected /metrics\n"
+                self.send_response(200 if found else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        return Handler
+
+    def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None:
+        values = {"warm_start_step" if warm_start else "step": step, **scalars, "logged_timestamp_seconds": time.time()}
+        lines = (f"gcore_{re.sub('[^a-zA-Z0-9_]', '_', n)}{{run={self._label}}} {v}\n" for n, v in values.items())
+        self._page = "".join(lines)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+Tracker = TensorBoard | Wandb | MLflow | Prometheus
 
 
 def _write(file: RecordFile, event: Any) -> None:

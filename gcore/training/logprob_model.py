@@ -180,7 +180,7 @@ class LogprobModel(nn.Module):
         self.varlen = varlen.usable(network, compute.device, compute.dtype)
         self.traits = traits_of(network.config)
         self.routers = expert_routers_of(network) if self.replays else None
-        self.recurrence = Recurrence(network, self.varlen) if self.traits.recurrent else None
+        self.recurrence = Recurrence(network, self.varlen, compute.dtype) if self.traits.recurrent else None
         self.attention = implementation(network.config)  # of rows with a mask
         attention.register()
         for power in range(1, compute.context.bit_length()):

@@ -240,10 +240,15 @@ class FolderWeights:
 
 def _empty_network(folder: Path) -> Any:
     """Without memory. None: transformers does not have it."""
-    from transformers import AutoConfig
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        # vLLM registers configurations of its own, with which transformers' networks cannot always be built
+        found, _ = transformers.PreTrainedConfig.get_config_dict(str(folder), local_files_only=True)
+        named = found["model_type"]
+        kind = getattr(transformers, CONFIG_MAPPING_NAMES.get(named, "AutoConfig"))
+        config = kind.from_pretrained(str(folder), local_files_only=True)
         with torch.device("meta"):
             return auto_class(config).from_config(config)
     except (OSError, ValueError, KeyError):

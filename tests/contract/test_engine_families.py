@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gcore.models.networks import auto_class
 from gcore.weights.pretrained import WeightFiles
@@ -43,6 +44,26 @@ def test_what_trainers_send_is_what_files_have(family: str, tmp_path: Path) -> N
     found |= weights.as_stored({}, last=True)
     assert found.keys() == files.shapes.keys()
     assert all(torch.equal(tensor, files.read(name)) for name, tensor in found.items())
+
+
+def test_names_are_found_beside_a_configuration_of_another_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM registers its own for some model types."""
+
+    class Other(PreTrainedConfig):
+        model_type = "qwen3_next"
+
+        def __init__(self, hidden_size: int = 0, **others: Any) -> None:
+            super().__init__(**others)  # type: ignore[no-untyped-call]
+            self.width = hidden_size
+
+    save(TODAY["qwen3_next"](), tmp_path)
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    AutoConfig.register("qwen3_next", Other, exist_ok=True)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is Other
+    weights = FolderWeights(tmp_path)
+    assert "model.layers.0.mlp.experts.down_proj" in weights.shapes
 
 
 def test_a_convolution_of_unequal_parts_is_split_as_in_the_files(tmp_path: Path) -> None:

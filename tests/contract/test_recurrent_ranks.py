@@ -8,18 +8,21 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3nTextConfig
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 
 from gcore.config.tree import Config
 from gcore.modalities.language import Language
+from gcore.models import recurrent
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
 from gcore.training import tensor_parallel
 from gcore.types import Topology, UserError
+from tests.contract.test_families import TODAY
 from tests.contract.test_trainer import World, metrics_of, read, train
 from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import config_of, network_of
@@ -112,3 +115,23 @@ def test_embeddings_per_layer_are_not_split():
 def test_adapters_are_not_split():
     with pytest.raises(UserError, match=r"tensor_parallel=2: the matrices of adapters .* expected 1, or no model.lora"):
         Language(config_for(1)).check(Topology(2, tensor=2), True)
+
+
+def test_kernels_are_tried_without_a_trace_in_the_network():
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(TODAY["qwen3_5"]())
+    mixer, before = recurrent.mixers_of(network)[0], torch.get_rng_state()
+    seen: list[torch.Tensor] = []
+    called = type(mixer).forward
+
+    def forward(self, hidden_states, cu_seq_lens_q=None, **others):
+        seen.append(cu_seq_lens_q)
+        output = called(self, hidden_states, **others)
+        output.register_hook(seen.append)
+        return output
+
+    with mock.patch.object(type(mixer), "forward", forward):
+        recurrent.choose_variants(mixer, network.config.hidden_size, "cpu", torch.bfloat16, width=64)
+    assert seen[0].tolist() == [0, 16, 32, 48, 64] and seen[1].dtype == torch.bfloat16  # forward and backward
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.is_meta and p.grad is None for p in network.parameters())

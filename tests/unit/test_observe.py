@@ -6,9 +6,12 @@ import asyncio
 import io
 import json
 import math
+import socket
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections import defaultdict
 from contextlib import closing
 from itertools import pairwise
@@ -28,6 +31,7 @@ from gcore.observe.progress import Progress, RunView, Status, plain_line, resolv
 from gcore.observe.report import plot_reward, smooth, summarize, summary_text
 from gcore.observe.trace import Tracer, lowest_free_lanes, merge_traces
 from gcore.observe.values import count, duration, small, sparkline, stage_times
+from gcore.types import UserError
 from tests.unit.spans import span_at
 
 QUIET = Observe(trackers=[])
@@ -214,6 +218,24 @@ def test_a_tracker_that_fails_is_reported_once_and_the_file_goes_on(
         writer.log({"step": 2, "reward/mean": 0.5})
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
     assert take_notes() == ["MLflow failed at step 1 and is disabled: OSError('server is gone')"]
+
+
+def test_prometheus_reads_the_latest_values(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for wrong in (port, f"127.0.0.1:{port}", "nowhere", 70_000):
+            with pytest.raises(UserError, match=f"observe.prometheus={wrong}: "):
+                MetricsWriter(tmp_path, Observe(trackers=[], prometheus=wrong), "run", {})
+    with closing(MetricsWriter(tmp_path, Observe(trackers=[], prometheus=port), "a run", {})) as writer:
+        for step in (1, 2):
+            writer.log({"step": step, "reward/mean": step / 4, "samples_digest": "x"})
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        assert lines[:2] == ['gcore_step{run="a run"} 2', 'gcore_reward_mean{run="a run"} 0.5'] and len(lines) == 3
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
