@@ -11,7 +11,6 @@ conversations of their own. Each sampled token is trained once, in the context t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -20,17 +19,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gcore.content.base import Content
-from gcore.content.text import PromptTooLong, RewritesHistory, TextModality
+from gcore.content.text import PromptTooLong, TextModality, last_turn
 from gcore.generation.noise import noise_key
 from gcore.types import Completion, Message, Prompt, Rollout
 from gcore.workflows.dialects import ROUTES
-from gcore.workflows.dialects.form import OPEN, Ask, BadRequest, Body, Turn, conversation, identity, parts_of
+from gcore.workflows.dialects.form import Ask, BadRequest, Body, Turn, calls_of, conversation, identity
+from gcore.workflows.tool_formats import AssistantTurn
 
 if TYPE_CHECKING:
     from gcore.workflows.context import SampleContext, Tell
 
 TOO_LONG = "context_length_exceeded"
-SoFar = Callable[[Turn, str, bool], Awaitable[None]]  # the turn without its content, its text so far, `thinks`
+SoFar = Callable[[Turn], Awaitable[None]]  # the turn with as much of its content as is certain
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,6 +40,7 @@ class Node:
     said: tuple[str, ...] | str
     tools: str
     rollout: Rollout
+    message: Message  # the turn
     before: Node | None = None  # the turn that this one continues
     taken: set[int] = dataclasses.field(default_factory=set)  # numbers of its continuations, also of those under way
 
@@ -137,27 +138,31 @@ class Session:
         async def tell(context: Content, made: Completion) -> None:
             if so_far is not None:
                 (text,) = await self._modality.outputs([made.content])
-                now = dataclasses.replace(head, prompt_tokens=context.size, num_tokens=made.content.num_steps)
-                await so_far(now, text, self._thinks(context, 0))
+                own = made.content.num_steps
+                said = AssistantTurn("", text.rstrip("\ufffd"))
+                if ask.text is None:
+                    said = self._context.read_so_far(context.extended(made.content), own, text, ask.tools)
+                shown = dataclasses.replace(head, reasoning=said.reasoning, content=said.content)
+                await so_far(dataclasses.replace(shown, prompt_tokens=context.size, num_tokens=own))
 
         rollout, before = await self._next_turn(said, ask, tell if so_far is not None else None)
         after = rollout.mask_S[before.rollout.num_steps if before is not None else 0 :]
-        masked = (~after).nonzero()[0]
-        own = len(after) - (int(masked[-1]) + 1 if len(masked) else 0)  # steps of the turn
-        thinks = ask.text is None and self._thinks(rollout.content, own)
-        reasoning, content, calls = parts_of(ask, str(rollout.turn), thinks, len(self._nodes))
+        own = last_turn(after)  # steps of the turn
+        spoken = AssistantTurn("", str(rollout.turn))
+        if ask.text is None:
+            spoken = self._context.read(rollout, ask.tools)
         turn = dataclasses.replace(
             head,
-            content=content,
-            reasoning=reasoning,
-            calls=calls,
+            content=spoken.content,
+            reasoning=spoken.reasoning,
+            calls=calls_of(spoken, len(self._nodes)),
             finish=rollout.finish,
             prompt_tokens=rollout.content.size - own,
             num_tokens=own,
             logprobs=self._logprobs(rollout, own) if ask.logprobs else (),
         )
         end = (*said, identity(turn.message)) if isinstance(said, tuple) else said + turn.content
-        self._nodes.append(Node(end, json.dumps(ask.tools, sort_keys=True), rollout, before))
+        self._nodes.append(Node(end, json.dumps(ask.tools, sort_keys=True), rollout, turn.message, before))
         if ask.keep:
             self._turns[turn.name] = [*ask.messages[len(ask.instructions) :], turn.message]
         return turn
@@ -168,9 +173,9 @@ class Session:
         said = tuple(map(identity, ask.messages))
         node = self._continued(said, json.dumps(ask.tools, sort_keys=True))
         if node is not None and not self._is_rewritten(node, ask.messages):
-            with contextlib.suppress(RewritesHistory):
-                added = self._modality.between_turns(node.rollout.content, self._seen(ask.messages[len(node.said) :]))
-                return Turn("", ask.model, prompt_tokens=node.rollout.content.size + added.num_steps)
+            answered = self._seen(ask.messages[len(node.said) - 1 :])
+            added = self._modality.between_turns(node.rollout.content, answered)
+            return Turn("", ask.model, prompt_tokens=node.rollout.content.size + added.num_steps)
         content = self._modality.context(self._seen(ask.messages), ask.tools)
         return Turn("", ask.model, prompt_tokens=content.size)
 
@@ -182,10 +187,6 @@ class Session:
         if ask.previous is not None:
             messages = conversation([*self._turns[ask.previous], *messages])
         return dataclasses.replace(ask, messages=[*ask.instructions, *messages])
-
-    def _thinks(self, content: Content, own: int) -> bool:
-        """Whether the chat template has opened a thought before the last `own` tokens."""
-        return self._modality.text_before(content, own).rstrip().endswith(OPEN)
 
     def _logprobs(self, rollout: Rollout, own: int) -> list[tuple[str, float]]:
         texts = self._modality.step_texts(rollout.content)[rollout.num_steps - own :]
@@ -215,12 +216,11 @@ class Session:
         described = json.dumps(ask.tools, sort_keys=True)
         params = {"max_tokens": self._max_tokens, **ask.params}
         if (node := self._continued(said, described)) is not None:
-            with contextlib.suppress(RewritesHistory):
-                if ask.text is not None:
-                    return await self._continue(node, ask.text[len(node.said) :], params, tell), node
-                if not self._is_rewritten(node, ask.messages):
-                    added = self._seen(ask.messages[len(node.said) :])
-                    return await self._continue(node, added, params, tell), node
+            if ask.text is not None:
+                return await self._continue(node, ask.text[len(node.said) :], params, tell), node
+            if not self._is_rewritten(node, ask.messages):
+                answered = self._seen(ask.messages[len(node.said) - 1 :])  # with the message of the policy
+                return await self._continue(node, answered, params, tell), node
             # Else the messages, as the chat template writes them now, are the context of another conversation.
         # By its messages: the noise of conversations that begin in parallel does not depend on which one is first.
         begun = noise_key(json.dumps([said, described]))
@@ -241,13 +241,17 @@ class Session:
         return rollout, None
 
     def _is_rewritten(self, end: Node, messages: Sequence[Message]) -> bool:
-        """By the chat template, with the turns as the policy said them."""
-        history, turn = list(messages[: len(end.said)]), end
-        while True:
-            history[len(turn.said) - 1] = {"role": "assistant", "content": str(turn.rollout.turn)}
-            if turn.before is None:
-                return self._modality.rewrites(history, messages[len(end.said) :])
+        """By the chat template, with the thoughts of the policy: in a field, and in the content, where some templates
+        look for them."""
+        history, added = list(messages[: len(end.said)]), messages[len(end.said) :]
+        with_thoughts = list(history)
+        turn: Node | None = end
+        while turn is not None:
+            place = len(turn.said) - 1
+            history[place], with_thoughts[place] = turn.message, self._context.tool_format.with_thought(turn.message)
             turn = turn.before
+        forms = [history, with_thoughts] if with_thoughts != history else [history]
+        return any(self._modality.rewrites(form, added) for form in forms)
 
     async def _continue(
         self,
