@@ -43,9 +43,10 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("checkpoint.tensors", "checkpoint.writer", "config", "content", "diffusion", "hub", "models", "observe"),
         *("protocols", "threads", "weights"),
     ),
+    "sandbox": (),
     "rewarding": (
-        *("config", "content", "faults", "http_body", "models", "observe", "processes", "protocols", "threads"),
-        "user_files",
+        *("config", "content", "faults", "http_body", "models", "observe", "processes", "protocols", "sandbox"),
+        *("threads", "user_files"),
     ),
     "checkpoint": (
         *("config", "content", "diffusion", "faults", "hub", "modalities", "models", "observe", "prompts", "weights"),
