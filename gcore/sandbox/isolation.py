@@ -14,7 +14,7 @@ import platform
 import shutil
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ REFUSED = {  # system calls: their numbers on the machines
     "fsmount": (432, 432),
     "pidfd_getfd": (438, 438),
 }
+REFUSED_TOO = {"sched_setaffinity": (203, 122)}  # where CPUs are limited by it
 CLONE, CLONE3, NEW_NAMESPACES = {"x86_64": 56, "aarch64": 220}, 435, 0x7E020000
 SETSOCKOPT, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = {"x86_64": 54, "aarch64": 208}, 1, 7, 8  # larger buffers
 
@@ -88,26 +89,38 @@ def interpreter() -> str:
 
 @functools.cache
 def bwrap_command() -> list[str]:
-    prefix = Path(sys.base_prefix).resolve()
-    if os.geteuid() == 0:  # root needs no user namespace; sandboxed.py drops the privileges
-        options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-        options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    else:
-        options = ["--unshare-all", "--unshare-user", "--cap-drop", "ALL"]
-    options += ["--die-with-parent", "--new-session", "--clearenv"]
-    places = [*map(Path, (*READABLE, *DEVICES)), prefix]
-    for parent in sorted({parent for place in places for parent in place.parents} - {Path("/")}):
-        options += ["--perms", "0755", "--dir", str(parent)]  # directories made by bwrap would be closed to other users
-    for place in places:
-        options += ["--dev-bind" if str(place) in DEVICES else "--ro-bind-try", str(place), str(place)]
+    """The command of a sandbox for one program."""
+    options = [*namespaces(), *readable(DEVICES)]
     options += ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
     options += ["--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin"]
     return [shutil.which("bwrap") or "bwrap", *options]
 
 
+def namespaces(*capabilities: str) -> list[str]:
+    """Options for its own namespaces. `capabilities`: more of root's, for the first process."""
+    if os.geteuid() == 0:  # root needs no user namespace; sandboxed.py drops the privileges
+        options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+        options += ["--cap-drop", "ALL"]
+        for name in ("CAP_SETUID", "CAP_SETGID", *capabilities):
+            options += ["--cap-add", name]
+    else:
+        options = ["--unshare-all", "--unshare-user", "--cap-drop", "ALL"]
+    return [*options, "--die-with-parent", "--new-session", "--clearenv"]
+
+
+def readable(more: Sequence[str]) -> list[str]:
+    """Options for the files of this machine that programs can read: the interpreter's, and `more`."""
+    options, places = list[str](), [*map(Path, (*READABLE, *more)), Path(sys.base_prefix).resolve()]
+    for parent in sorted({parent for place in places for parent in place.parents} - {Path("/")}):
+        options += ["--perms", "0755", "--dir", str(parent)]  # directories made by bwrap would be closed to other users
+    for place in places:
+        options += ["--dev-bind" if str(place) in DEVICES else "--ro-bind-try", str(place), str(place)]
+    return options
+
+
 @functools.cache
-def system_calls() -> bytes:
-    """A program of classic BPF for seccomp. Other architectures have no filter."""
+def system_calls(*more: str) -> bytes:
+    """A program of classic BPF for seccomp. `more`: names in REFUSED_TOO. Other architectures have no filter."""
     if (machine := platform.machine()) not in MACHINES:
         return b""
     architecture, column = MACHINES[machine], list(MACHINES).index(machine)
@@ -115,7 +128,7 @@ def system_calls() -> bytes:
     allow, refuse, unknown = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # EPERM; ENOSYS: libc then calls clone
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), (ret, 0, 0, refuse), (load, 0, 0, 0)]
     lines += [(at_least, 0, 1, 0x40000000), (ret, 0, 0, refuse)]  # the second table of x86_64
-    for numbers in REFUSED.values():
+    for numbers in (*REFUSED.values(), *(REFUSED_TOO[name] for name in more)):
         lines += [(equal, 0, 1, numbers[column]), (ret, 0, 0, refuse)]
     lines += [(equal, 0, 7, SETSOCKOPT[machine]), (load, 0, 0, 24), (equal, 0, 4, SOL_SOCKET), (load, 0, 0, 32)]
     lines += [(equal, 1, 0, SO_SNDBUF), (equal, 0, 1, SO_RCVBUF), (ret, 0, 0, refuse), (ret, 0, 0, allow)]

@@ -43,7 +43,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("checkpoint.tensors", "checkpoint.writer", "config", "content", "diffusion", "hub", "models", "observe"),
         *("protocols", "threads", "weights"),
     ),
-    "sandbox": (),
+    "sandbox": ("config", "processes", "user_files"),
     "rewarding": (
         *("config", "content", "faults", "http_body", "models", "observe", "processes", "protocols", "sandbox"),
         *("threads", "user_files"),
