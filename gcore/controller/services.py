@@ -27,6 +27,7 @@ from gcore.generation.pool import EnginePool
 from gcore.modalities.base import PolicyKind
 from gcore.preparation.advantages import AdvantageSettings
 from gcore.protocols import ControllerGroup, Rewarder
+from gcore.sandbox.pool import SandboxPool
 from gcore.types import UserError
 from gcore.workflows.context import SharedContext, Workflow
 
@@ -51,6 +52,7 @@ class Services:
     status: LiveStatus  # for the progress view
     gate: StepGate = field(default_factory=StepGate)  # to the driver after a step, with run.on_step
     eval_modality: Modality | None = None  # with other sampling parameters in evaluations
+    sandboxes: SandboxPool | None = None
     # Made by start_run.py. An evaluation has neither collector nor checkpointer.
     collector: Collector = field(init=False)
     recorder: Recorder = field(init=False)
@@ -59,15 +61,16 @@ class Services:
 
     def sample_context(self) -> SharedContext:
         """The context that all workflows of this controller share."""
-        return SharedContext(self.config, self.pool, self.rewarder, self.modality, version=lambda: self.weights.version)
+        parts = self.config, self.pool, self.rewarder, self.modality
+        return SharedContext(*parts, version=lambda: self.weights.version, sandboxes=self.sandboxes)
 
     def eval_contexts(self) -> list[SharedContext]:
         """Of evaluations: one greedy response per prompt, or one context per sampled response."""
         modality, evaluation = self.eval_modality or self.modality, self.config.evaluation
         parts = self.config, self.pool, self.rewarder, modality
         if not evaluation.sampled:
-            return [SharedContext(*parts, greedy=True)]
-        return [SharedContext(*parts, attempt=i) for i in range(evaluation.samples)]
+            return [SharedContext(*parts, greedy=True, sandboxes=self.sandboxes)]
+        return [SharedContext(*parts, attempt=i, sandboxes=self.sandboxes) for i in range(evaluation.samples)]
 
     async def ends_by_user(self, step: int) -> bool:
         """Whether the user's function (run.on_step) ends the run after this step."""
@@ -85,6 +88,8 @@ class Services:
         self.status.show("done")
         self.collector.close()
         self.rewarder.close()
+        if self.sandboxes is not None:
+            await self.sandboxes.close()
         self.recorder.close()
         await self.controllers.barrier("end")
         if bad := self.dispatcher.bad_in_a_row:

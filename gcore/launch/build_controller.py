@@ -32,6 +32,7 @@ from gcore.placement.placer import Placer
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Rule
 from gcore.protocols import Controller, ControllerGroup, Rendezvous
+from gcore.sandbox.pool import SandboxPool, make_kind
 
 MEDIA = "media"  # folder of a run: the media of prompts, and what networks read of them
 
@@ -97,6 +98,7 @@ def make_services(config: Config, plan: Plan, roles: Roles, group: ControllerGro
         replicas=Replicas(pool, rewarder.pools, weights, status.note, placer, plan.sleep_level > 0),
         status=status,
         eval_modality=eval_modality,
+        sandboxes=SandboxPool(config.sandbox, make_kind(config.sandbox)) if config.sandbox else None,
     )
 
 

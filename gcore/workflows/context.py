@@ -28,6 +28,8 @@ from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.prompts.answers import ANSWERS, LABEL
 from gcore.protocols import Context, Rewarder
+from gcore.sandbox.base import Sandbox
+from gcore.sandbox.pool import SandboxPool
 from gcore.types import Completion, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 from gcore.workflows.endpoint import Endpoint, Session
 
@@ -107,8 +109,10 @@ class SharedContext:
         greedy: bool = False,
         attempt: int | None = None,
         version: Callable[[], int] = lambda: 0,
+        sandboxes: SandboxPool | None = None,
     ) -> None:
         self.pool, self.rewarder, self.modality, self.greedy = pool, rewarder, modality, greedy
+        self.sandboxes = sandboxes
         self.version, self.objective = version, config.objective
         self.evaluates = greedy or attempt is not None
         self.noise_root = (config.run.seed,) if attempt is None else (config.run.seed, "eval", attempt)
@@ -118,7 +122,7 @@ class SharedContext:
         self.endpoint = Endpoint()  # of workflows that call `serve`
         self.baseline: SharedContext | None = None  # for one more, greedy response to each prompt (ReMax)
         if config.algorithm.estimator.greedy and not self.evaluates:
-            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True)
+            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True, sandboxes=sandboxes)
             self.baseline.clock = self.clock
 
 
@@ -167,6 +171,14 @@ class SampleContext:
         sessions = [Session(self, modality, prompt, sibling) for sibling in siblings]
         async with shared.endpoint.open(sessions):
             yield sessions
+
+    @contextlib.asynccontextmanager
+    async def sandbox(self, folder: str | None = None) -> AsyncIterator[Sandbox]:
+        """A sandbox of its own, with a copy of the files of `folder`."""
+        if self._shared.sandboxes is None:
+            raise UserError("ctx.sandbox: the recipe has none; expected the section `sandbox: {kind: bubblewrap}`")
+        async with self._shared.sandboxes.one(folder) as box:
+            yield box
 
     async def first_turn(
         self, prompt: Prompt, siblings: Sequence[int], content: Content, params: Mapping[str, Any]
