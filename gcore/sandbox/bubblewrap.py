@@ -256,6 +256,7 @@ class Bubblewrap:
         ends, (ours_in, ours_out) = _pipes()
         output = _Output(ours_out, keep, lambda: causes.put_nowait(OUTPUT), file)
         ask = asyncio.ensure_future(self._ask(message, ends))
+        ask.add_done_callback(_heard)
         stopped, tasks = asyncio.ensure_future(causes.get()), [asyncio.ensure_future(_feed(ours_in, stdin))]
         if process.group is None:
             tasks.append(asyncio.ensure_future(self._watch(process, causes)))
@@ -294,6 +295,7 @@ class Bubblewrap:
         """Ends all processes of the sandbox; itself, if this does not help. `ended`: replies that then come."""
         with contextlib.suppress(SandboxError):
             kill = asyncio.ensure_future(self._ask({"do": "kill"}))
+            kill.add_done_callback(_heard)
             _, waiting = await asyncio.wait([*ended, kill], timeout=KILL_S)
             if waiting:
                 kill.cancel()
@@ -313,6 +315,12 @@ class Bubblewrap:
             raise OSError(errno.EAGAIN, f"the sandbox has reached a limit ({result.cause})", path)
         if result.code:
             raise OSError(result.code, os.strerror(result.code), path)
+
+
+def _heard(task: asyncio.Future[Any]) -> None:
+    """Its exception is no surprise."""
+    if not task.cancelled():
+        task.exception()
 
 
 def environment() -> dict[str, str]:
