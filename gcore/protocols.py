@@ -426,6 +426,8 @@ class Context(Protocol):
 
     def serve(self, prompt: Prompt, n: int | None = None) -> Any: ...  # sessions by HTTP: workflows/endpoint.py
 
+    def sandbox(self, folder: str | None = None) -> Any: ...  # a place for programs: sandbox/base.py
+
     async def given(self, prompt: Prompt, answers: Sequence[str | Sequence[Message]]) -> list[Rollout]: ...
 
     async def proceed(self, rollout: Rollout, feedback: str | Sequence[Message] = "", **params: Any) -> Rollout:

@@ -34,6 +34,7 @@ FREE = (
         "*.eager",
     ),
     *("*.sleep", "*.timeout_s", "*.retries", "*.attempts", "*.replicas", "*.workers", "*.recycle_after"),
+    *("sandbox.pool", "sandbox.at_once"),
     *("*.max_error_frac", "*.token_env", "*.url"),
 )
 UNSET = "not set"

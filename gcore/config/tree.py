@@ -25,6 +25,7 @@ from gcore.config.presets import implied_by_preset
 from gcore.config.rewards import Rewards
 from gcore.config.run import Checkpoint, Endpoint, Evaluation, Faults, Observe, Run
 from gcore.config.sampling import Sampling
+from gcore.config.sandbox import Sandbox
 from gcore.config.training import Critic, Training
 
 
@@ -55,6 +56,8 @@ class Config(Section):
     """The policy's engine and how it samples."""
     rewards: Rewards = Rewards()
     """How responses are scored."""
+    sandbox: Sandbox | None = None
+    """Where workflows run programs that nobody has read (`ctx.sandbox`), see docs/sandboxes.md."""
     sampling: Sampling = Sampling()
     """Numbers of prompts and samples per step, filters and staleness."""
     training: Training = Training()

@@ -68,7 +68,7 @@ class TrainingLoop:
         with self._services.replicas.watched():
             step = await open_evaluation(self._services)
             row = await self._services.evaluator.evaluate(step)
-            await self._services.endpoint.close()
+            await self._services.agents.close()
             return row
 
 

@@ -32,6 +32,9 @@ from gcore.placement.placer import Placer
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Rule
 from gcore.protocols import Controller, ControllerGroup, Rendezvous
+from gcore.sandbox.pool import SandboxPool, make_kind
+from gcore.workflows.context import ForAgents
+from gcore.workflows.endpoint import Endpoint
 
 MEDIA = "media"  # folder of a run: the media of prompts, and what networks read of them
 
@@ -91,6 +94,10 @@ def make_services(config: Config, plan: Plan, roles: Roles, group: ControllerGro
         advantage_settings=make_advantage_settings(config),
         pool=pool,
         rewarder=rewarder,
+        agents=ForAgents(
+            Endpoint(config.endpoint),
+            SandboxPool(config.sandbox, make_kind(config.sandbox)) if config.sandbox else None,
+        ),
         dispatcher=dispatcher,
         weights=weights,
         placement=placement or RolloutPlacement(group, pool, switch),

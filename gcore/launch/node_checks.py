@@ -120,6 +120,7 @@ def sent_files(config: Config) -> list[str]:
     functions += [judge.verdict for judge in judges if FUNCTION.fullmatch(judge.verdict)]
     functions += [spec.task for spec in (data.train, *data.eval_sets.values()) if spec.task is not None]
     functions += [config.algorithm.adv_estimator, config.algorithm.policy_loss]
+    functions += [config.sandbox.kind] if config.sandbox else []
     code = [path.rpartition(":")[0] for path in functions]
     templates = [config.model.chat_template, *(judge.template for judge in judges)]
     datasets = [spec.path for spec in (data.train, *data.eval_sets.values())]

@@ -55,6 +55,7 @@ from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import RemoteBackend
+from gcore.sandbox.pool import make_kind
 from gcore.types import Prompt, UserError, writing
 
 ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
@@ -181,6 +182,8 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
     if config.runtime == "ray" or plan.reward_workers:
         pickle.dumps(config)  # UserError if it holds a Python object that cannot be sent to other processes
     load_workflow(config.workflow)
+    if config.sandbox is not None:
+        make_kind(config.sandbox)
     load_filter(config.sampling.filter)
     make_advantage_settings(config)
     load_policy_loss(config.algorithm.policy_loss)

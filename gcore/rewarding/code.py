@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+from gcore.rewarding.programs import RunResult, SandboxLimits, Script, run
 from gcore.rewarding.remote_tests import names_of
 from gcore.rewarding.rules import text_of
-from gcore.rewarding.sandbox import RunResult, SandboxLimits, Script, run
 from gcore.rewarding.sandboxed import PASSED
 from gcore.rewarding.source import short
 from gcore.types import UserError

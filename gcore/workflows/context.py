@@ -29,6 +29,8 @@ from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.prompts.answers import ANSWERS, LABEL
 from gcore.protocols import Context, Rewarder
+from gcore.sandbox.base import Sandbox
+from gcore.sandbox.pool import SandboxPool
 from gcore.types import Completion, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 from gcore.workflows.endpoint import Endpoint
 from gcore.workflows.session import Session
@@ -96,6 +98,19 @@ class StageClock:
         self._last = now
 
 
+@dataclasses.dataclass(slots=True)
+class ForAgents:
+    """What agents need beside engines and rewards."""
+
+    endpoint: Endpoint  # the policy by HTTP, of workflows that call `serve`
+    sandboxes: SandboxPool | None = None
+
+    async def close(self) -> None:
+        if self.sandboxes is not None:
+            await self.sandboxes.close()
+        await self.endpoint.close()
+
+
 class SharedContext:
     """What all workflows of a controller share.
 
@@ -112,22 +127,23 @@ class SharedContext:
         greedy: bool = False,
         attempt: int | None = None,
         version: Callable[[], int] = lambda: 0,
-        endpoint: Endpoint | None = None,
+        agents: ForAgents | None = None,
     ) -> None:
         self.pool, self.rewarder, self.modality, self.greedy = pool, rewarder, modality, greedy
+        self.agents = agents or ForAgents(Endpoint(config.endpoint))
+        self.endpoint, self.sandboxes = self.agents.endpoint, self.agents.sandboxes
         self.version, self.objective = version, config.objective
         self.evaluates = greedy or attempt is not None
         self.noise_root = (config.run.seed,) if attempt is None else (config.run.seed, "eval", attempt)
         self.n = 1 if self.evaluates else config.sampling.samples_per_prompt
         self.least_siblings = 1 if self.evaluates else least_siblings(config)
         self.clock = StageClock()
-        self.endpoint = endpoint or Endpoint(config.endpoint)  # of workflows that call `serve`
         template = modality.chat_template if isinstance(modality, TextModality) else None
         self.tool_format = format_of(template, config.model.tool_format)
         self._tool_calls: Counter[str] = Counter()
         self.baseline: SharedContext | None = None  # for one more, greedy response to each prompt (ReMax)
         if config.algorithm.estimator.greedy and not self.evaluates:
-            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True, endpoint=self.endpoint)
+            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True, agents=self.agents)
             self.baseline.clock = self.clock
 
     def count_calls(self, calls: Sequence[ToolCall]) -> None:
@@ -185,6 +201,14 @@ class SampleContext:
         sessions = [Session(self, modality, prompt, sibling) for sibling in siblings]
         async with shared.endpoint.open(sessions):
             yield sessions
+
+    @contextlib.asynccontextmanager
+    async def sandbox(self, folder: str | None = None) -> AsyncIterator[Sandbox]:
+        """A sandbox of its own, with a copy of the files of `folder`."""
+        if self._shared.sandboxes is None:
+            raise UserError("ctx.sandbox: the recipe has none; expected the section `sandbox: {kind: bubblewrap}`")
+        async with self._shared.sandboxes.one(folder) as box:
+            yield box
 
     async def first_turn(
         self,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gcore.rewarding import memory
 from gcore.rewarding.code import python_tests
-from gcore.rewarding.sandbox import SandboxLimits
+from gcore.rewarding.programs import SandboxLimits
+from gcore.sandbox import memory
 from tests.unit.test_code_reward import needs_bwrap, run, said, score, walls
 
 __all__ = ["walls"]  # a fixture

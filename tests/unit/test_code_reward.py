@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from gcore.config.rewards import RewardFunction, Rewards
-from gcore.rewarding import code, sandboxed
-from gcore.rewarding import sandbox as boxes
+from gcore.rewarding import code, programs
 from gcore.rewarding.code import python_tests
 from gcore.rewarding.functions import FunctionSource
-from gcore.rewarding.sandbox import RunResult, SandboxLimits
+from gcore.rewarding.programs import RunResult, SandboxLimits
 from gcore.rewarding.workers import WorkerPool
+from gcore.sandbox import inside, isolation
 from gcore.types import UserError
 from tests.unit.test_reward_workers import group_of
 
@@ -34,9 +34,9 @@ def walls(request, monkeypatch):
         if os.geteuid() != 0:
             pytest.skip("the same as ours")
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    boxes.bwrap_command.cache_clear()
+    isolation.bwrap_command.cache_clear()
     yield request.param
-    boxes.bwrap_command.cache_clear()
+    isolation.bwrap_command.cache_clear()
 
 
 def run(program: str, sandbox: str = "bwrap", cpu_s: int = 5, wall_s: float = 30.0, given: str = "") -> RunResult:
@@ -172,7 +172,7 @@ def test_no_files_but_the_interpreters(walls, tmp_path, monkeypatch):
 
 def test_nothing_can_be_written_but_tmp(walls, tmp_path):
     assert said(attempt("open('/tmp/x', 'w').write('x')")) == "done"
-    for place in ("/x", "/usr/x", "/etc/x", "/dev/x", f"{boxes._interpreter()}.x"):
+    for place in ("/x", "/usr/x", "/etc/x", "/dev/x", f"{isolation.interpreter()}.x"):
         assert said(attempt(f"open({place!r}, 'w')")) in ("OSError", "PermissionError"), place
     assert said(attempt("import os; os.mkdir('/x')")) in ("OSError", "PermissionError")
     assert said("import os; print(os.listdir('/tmp'))") == "[]"  # each run has its own
@@ -216,7 +216,7 @@ def test_a_fork_bomb_is_bounded_and_gone(walls):
     if walls == "of a user" and os.getuid() == 0:
         pytest.skip("the kernel does not limit processes of root")
     num, error = said(FORKS).split()
-    assert 0 < int(num) < sandboxed.PROCESSES
+    assert 0 < int(num) < inside.PROCESSES
     assert error == "BlockingIOError"
 
 
@@ -239,7 +239,7 @@ def test_an_endless_loop_ends(sandbox, program, wall_s):
 def test_a_flood_of_output_is_cut(sandbox):
     ran = run("while True: print('x' * 1000)", sandbox, cpu_s=20)
     assert ran.code is None
-    assert boxes.OUTPUT_BYTES - 20 < len(ran.output) <= boxes.OUTPUT_BYTES + (1 << 16)
+    assert programs.OUTPUT_BYTES - 20 < len(ran.output) <= programs.OUTPUT_BYTES + (1 << 16)
     assert run("import sys\nfor _ in range(10**4): print('x' * 1000, file=sys.stderr)", sandbox) == RunResult(b"", 0)
 
 
@@ -281,10 +281,10 @@ def source():
 @pytest.fixture
 def fresh():
     code._bwrap_problem.cache_clear()
-    boxes.bwrap_command.cache_clear()
+    isolation.bwrap_command.cache_clear()
     yield
     code._bwrap_problem.cache_clear()
-    boxes.bwrap_command.cache_clear()
+    isolation.bwrap_command.cache_clear()
 
 
 def test_a_missing_bwrap_is_found_before_the_run(fresh, monkeypatch):

@@ -19,7 +19,7 @@ from gcore.content.tokens import Tokens
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import RoleDied
 from gcore.types import Completion, Prompt, Request
-from gcore.workflows.context import SampleContext, SharedContext
+from gcore.workflows.context import ForAgents, SampleContext, SharedContext
 from gcore.workflows.dialects.form import identity
 from gcore.workflows.endpoint import Endpoint
 from tests.unit.test_evaluation import config_of
@@ -75,7 +75,7 @@ class World:
         self.modality = TextModality(Generation(max_response_length=64), self.tokenizer, stops, 40)
         self.endpoint = Endpoint(Settings(**endpoint))
         parts: Any = config_of(), self.engines, SimpleNamespace(), self.modality
-        self.shared = SharedContext(*parts, greedy=greedy, endpoint=self.endpoint)
+        self.shared = SharedContext(*parts, greedy=greedy, agents=ForAgents(self.endpoint))
         self.ctx = SampleContext(self.shared)
         self.prompt = Prompt(7, 7, ({"role": "user", "content": "1+1="},), "", Tokens(np.array([1], np.int32)))
 

@@ -16,6 +16,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "protocols": (),
     "clients": ("protocols",),
     "shipped": (),
+    "processes": ("observe",),
     "threads": (),
     "task_group": (),
     "config": ("shipped",),
@@ -42,13 +43,15 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("checkpoint.tensors", "checkpoint.writer", "config", "content", "diffusion", "hub", "models", "observe"),
         *("protocols", "threads", "weights"),
     ),
+    "sandbox": ("config", "processes", "user_files"),
     "rewarding": (
-        *("config", "content", "faults", "http_body", "models", "observe", "protocols", "threads", "user_files"),
+        *("config", "content", "faults", "http_body", "models", "observe", "processes", "protocols", "sandbox"),
+        *("threads", "user_files"),
     ),
     "checkpoint": (
         *("config", "content", "diffusion", "faults", "hub", "modalities", "models", "observe", "prompts", "weights"),
     ),
-    "workflows": ("config", "content", "generation", "prompts.answers", "protocols"),
+    "workflows": ("config", "content", "generation", "prompts.answers", "protocols", "sandbox"),
     # what is emulated and simulated is the code of a run
     "emulate": (
         *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.noise", "generation.spec", "hub"),
@@ -62,12 +65,13 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     ),
     "controller": (
         *("checkpoint", "clients", "config", "content", "cost", "faults", "generation", "modalities", "observe"),
-        *("placement", "preparation", "prompts", "protocols", "rewarding", "task_group", "weights", "workflows"),
+        *("placement", "preparation", "prompts", "protocols", "rewarding", "sandbox", "task_group", "weights"),
+        "workflows",
     ),
     "launch": (
         *("checkpoint", "clients", "config", "content", "controller", "cost", "emulate"),
         *("faults", "generation", "hub", "modalities", "models", "observe", "placement", "preparation", "prompts"),
-        *("planner", "protocols", "rewarding", "runtime", "training", "user_files", "weights"),
+        *("planner", "protocols", "rewarding", "runtime", "sandbox", "training", "user_files", "weights"),
         "workflows",
     ),
     "driver": (

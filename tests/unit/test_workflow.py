@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.config.sandbox import Sandbox
 from gcore.config.tree import Config
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
 from gcore.controller.run_prompts import run_workflow
 from gcore.generation.noise import noise_key
 from gcore.prompts.tokenizer import build_char_tokenizer
+from gcore.sandbox.pool import SandboxPool
 from gcore.types import Completion, Prompt, Request, Rollout, Scored, UserError, WorkflowError
 from gcore.workflows import context as workflow
 from gcore.workflows.context import SampleContext, SharedContext, StageClock, generate_and_reward
@@ -102,6 +104,38 @@ def asked(request: Request) -> tuple[list[int], int, int, float, int]:
 
 def key(sibling: int) -> int:
     return noise_key(SEED, 70, sibling)
+
+
+# --- sandboxes
+
+
+def test_sandboxes_are_those_of_the_recipe():
+    class Box:
+        alive, stopped = True, False
+
+        async def put(self, folder: str) -> None:
+            self.folder = folder
+
+        async def stop(self) -> None:
+            self.stopped = True
+
+    class Kind:
+        async def start(self) -> Any:
+            return Box()
+
+    shared = make_shared(Engine())
+
+    async def main() -> None:
+        shared.sandboxes = SandboxPool(Sandbox(), Kind())  # type: ignore[arg-type]
+        async with SampleContext(shared).sandbox("folder") as box:
+            assert (box.folder, box.stopped) == ("folder", False)  # type: ignore[attr-defined]
+        assert box.stopped  # type: ignore[attr-defined]
+        shared.sandboxes = None
+        with pytest.raises(UserError, match=r"ctx\.sandbox: the recipe has none; expected the section `sandbox: "):
+            async with SampleContext(shared).sandbox():
+                pass
+
+    run(main())
 
 
 # --- generate

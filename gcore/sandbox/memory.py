@@ -52,12 +52,16 @@ def new_group(memory_bytes: int) -> Path | None:
 
 
 def has_killed(group: Path) -> bool:
-    """Whether the kernel has killed a process of the group because of its memory."""
+    return num_killed(group) > 0
+
+
+def num_killed(group: Path) -> int:
+    """Processes of the group that the kernel has killed because of its memory."""
     for name in ("memory.oom_control", "memory.events"):
         with contextlib.suppress(OSError):
             counts = (line.split() for line in (group / name).read_text().splitlines())
-            return any(name == "oom_kill" and int(count) > 0 for name, count in counts)
-    return False
+            return sum(int(count) for name, count in counts if name == "oom_kill")
+    return 0
 
 
 def make_group(folder: Path, memory_bytes: int) -> Path | None:
