@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from gcore.processes import has_exited, kill_group
 from gcore.rewarding.memory import has_killed, memory_of, new_group, remove_group
-from gcore.rewarding.processes import has_exited, kill_group
 from gcore.rewarding.sandboxed import STARTED
 
 OUTPUT_BYTES = 1 << 20  # a program that writes more has failed

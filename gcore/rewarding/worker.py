@@ -4,7 +4,7 @@
                               async functions: the event loop of the main thread, many calls at once
     end of the socket: the parent is gone. The reader kills this process and all processes that it started.
 
-A frame is a length and a pickle. The parent sends one setup frame, then calls; replies contain the calls' numbers.
+The parent sends one setup frame, then calls; replies contain the calls' numbers (gcore/processes.py).
 This module imports neither torch nor ray; users' functions may.
 """
 
@@ -12,29 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import pickle
 import queue
 import signal
-import socket
-import struct
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gcore.content.media import ArrayRef
-from gcore.observe.logs import print_without_errors
+from gcore.processes import ANSWER, BAD, READY, REFUSED, AsyncCalls, Connection
 from gcore.rewarding.signatures import Instance, LoadedReward, load_reward
 from gcore.rewarding.source import Answer, BadAnswer, is_finite, number, scalar, short
 from gcore.types import RewardError, UserError
 
-HEADER = struct.Struct(">Q")
-READY, ANSWER, BAD, REFUSED = "ready", "answer", "bad", "refused"  # kinds of replies: (number, kind, value, traceback)
-CALL, CANCEL = "call", "cancel"  # kinds of requests: (CALL, number, function, siblings, arguments), (CANCEL, number)
 NO_ERRORS = (
     SystemExit,
     KeyboardInterrupt,
@@ -134,49 +127,11 @@ def _as_list(value: Any) -> list[Any] | None:
 # ---- the main program of a worker -----------------------------------------------------------------------------------
 
 
-def frame(value: Any) -> bytes:
-    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(len(data)) + data
-
-
-class Connection:
-    """The child's end of the socket."""
-
-    def __init__(self, fileno: int):
-        os.set_inheritable(fileno, False)  # processes started by a function must not keep the socket open
-        self.socket = socket.socket(fileno=fileno)
-        self.stream = self.socket.makefile("rb")
-        self.pid = os.getpid()
-
-    def receive(self) -> Any:
-        (size,) = HEADER.unpack(self._read(HEADER.size))
-        return pickle.loads(self._read(size))
-
-    def reply(self, number: int, kind: str, value: Any, trace: str = "") -> None:
-        if os.getpid() != self.pid:  # a function forked and the child returned here too: only the parent replies
-            os._exit(0)
-        try:
-            data = frame((number, kind, value, trace))
-        except Exception as error:  # extras under names that do not pickle
-            data = frame((number, *_failure(error)))
-        self.socket.sendall(data)
-
-    def _read(self, size: int) -> bytes:
-        data = self.stream.read(size)
-        if len(data) < size:
-            raise EOFError
-        return data
-
-
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    path, environment, origins, is_async = connection.receive()
-    sys.path[:] = path
-    os.environ.pop("PYTHONPATH", None)  # it was set only to find this module
-    os.environ.update(environment)
-    print_without_errors()
-    calls = _AsyncCalls(connection) if is_async else _SyncCalls(connection)
-    threading.Thread(target=_watch, args=(connection, calls.deliver), daemon=True).start()
+    connection = Connection(int(sys.argv[1]), _failure)
+    origins, is_async = connection.begin()
+    calls = AsyncCalls(connection) if is_async else _SyncCalls(connection)
+    connection.deliver_to(calls.deliver)
     try:
         functions = {key: load_reward(*origin) for key, origin in origins.items()}
         for loaded in functions.values():
@@ -185,18 +140,16 @@ def main() -> None:
     except BaseException as error:
         connection.reply(0, BAD, str(error) if isinstance(error, UserError) else _failure(error)[1])
         return
+
+    async def answer(function: str, siblings: int, arguments: bytes) -> Answer:
+        loaded = functions[function]
+        return read_answers(loaded, await await_all(call_all(loaded, pickle.loads(arguments))), siblings)
+
     connection.reply(0, READY, None)
-    calls.serve(functions)
-
-
-def _watch(connection: Connection, deliver: Callable[[Any], None]) -> None:
-    try:
-        while True:
-            deliver(connection.receive())
-    finally:
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
+    if isinstance(calls, AsyncCalls):
+        calls.serve(answer)
+    else:
+        calls.serve(functions)
 
 
 class _SyncCalls:
@@ -217,39 +170,6 @@ class _SyncCalls:
                 reply = _failure(error)
             self.connection.reply(number, *reply)
             signal.alarm(0)  # an alarm left by a function would fire in the next call
-
-
-class _AsyncCalls:
-    def __init__(self, connection: Connection):
-        self.connection = connection
-        self.loop = asyncio.new_event_loop()
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.functions: Mapping[str, LoadedReward] = {}
-
-    def deliver(self, request: Any) -> None:
-        self.loop.call_soon_threadsafe(self._take, request)
-
-    def serve(self, functions: Mapping[str, LoadedReward]) -> None:
-        self.functions = functions
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
-    def _take(self, request: Any) -> None:
-        match request:
-            case (str(kind), int(number), *what) if kind == CALL:
-                self.tasks[number] = self.loop.create_task(self._run(number, *what))
-            case (str(kind), int(number)) if kind == CANCEL and number in self.tasks:
-                self.tasks[number].cancel()
-
-    async def _run(self, number: int, function: str, siblings: int, arguments: bytes) -> None:
-        loaded = self.functions[function]
-        try:
-            answers = await await_all(call_all(loaded, pickle.loads(arguments)))
-            reply = ANSWER, read_answers(loaded, answers, siblings), ""
-        except BaseException as error:  # a cancelled call replies too: the parent waits for its end
-            reply = _failure(error)
-        del self.tasks[number]
-        self.connection.reply(number, *reply)
 
 
 def _failure(error: BaseException) -> tuple[str, Any, str]:

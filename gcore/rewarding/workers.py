@@ -11,14 +11,11 @@ The pool runs on the event loop of its caller, without threads. It serves one lo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import pickle
-import socket
 import subprocess
 import sys
-import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,17 +24,14 @@ from typing import Any
 
 from gcore.config.rewards import Rewards
 from gcore.observe.logs import Log
+from gcore.processes import ANSWER, CALL, CANCEL, REFUSED, Child, kill_all
 from gcore.rewarding.functions import FunctionSource
-from gcore.rewarding.processes import exit_reason, has_exited, kill_all, kill_group, shutdown_on_exit
 from gcore.rewarding.source import Answer, BadAnswer, TimedOut
-from gcore.rewarding.worker import ANSWER, CALL, CANCEL, HEADER, READY, REFUSED, frame
 from gcore.types import RewardError
 
 ASYNC_CALLS = 64  # concurrent calls of async functions per worker
-START_S = 300.0  # timeout for the import of the functions, which may load a model
 GRACE_S = 5.0  # time for a cancelled async call to end before its worker is killed
 Reply = tuple[str, Any, str]  # of a worker: kind, value, traceback
-PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(eq=False, slots=True)
@@ -176,16 +170,16 @@ class _Dispatcher:
         """Puts the calls of an ended worker back in the queue. A call that was alone on a crashed worker fails."""
         self.workers.remove(worker)
         calls = [call for call in worker.calls.values() if not call.future.done()]
-        if not worker.killed:
+        if not worker.child.killed:
             next((call.source for call in calls), self.sources[0]).counts["worker_restarts"] += 1
         if not worker.ready:
             # If the functions do not import, no call can succeed. If the process died, the next worker may start.
             for call in [*self.queue] if worker.failure else [*self.queue][:1]:
-                call.fail(BadAnswer(f"its worker did not start: {worker.failure or worker.died}"))
-        elif not worker.killed and len(calls) == 1:
-            calls.pop().fail(BadAnswer(f"its worker {worker.failure or worker.died}"))
+                call.fail(BadAnswer(f"its worker did not start: {worker.failure or worker.child.died}"))
+        elif not worker.child.killed and len(calls) == 1:
+            calls.pop().fail(BadAnswer(f"its worker {worker.failure or worker.child.died}"))
         for call in reversed(calls):
-            call.alone = call.alone or not worker.killed
+            call.alone = call.alone or not worker.child.killed
             call.worker = None
             self.queue.appendleft(call)
         self.dispatch()
@@ -197,18 +191,16 @@ class _Worker:
 
     dispatcher: _Dispatcher
     ready: bool = False
-    killed: bool = False  # by us
     failure: str = ""  # why the worker could not import the functions
-    died: str = ""  # how the process ended
     calls: dict[int, _Call] = field(default_factory=dict)
     left: int = field(init=False)  # calls until it is replaced; 0 also of one that is killed or has ended
-    process: subprocess.Popen[bytes] | None = None
-    socket: socket.socket | None = None
-    writer: asyncio.StreamWriter | None = None
+    child: Child = field(init=False)
     task: asyncio.Task[None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = self.dispatcher.pool.recycle_after
+        pool = self.dispatcher.pool
+        self.left = pool.recycle_after
+        self.child = Child("gcore.rewarding.worker", pool.place, pool.output(), pool.processes)
         self.task = asyncio.get_running_loop().create_task(self._live())
 
     def takes(self, call: _Call) -> bool:
@@ -221,7 +213,7 @@ class _Worker:
         call.worker = self
         loop = asyncio.get_running_loop()
         call.deadline = loop.call_later(call.source.timeout_s, self._expire, call)
-        self._write((CALL, call.number, call.source.key, call.siblings, call.arguments))
+        self.child.write((CALL, call.number, call.source.key, call.siblings, call.arguments))
 
     def abandon(self, call: _Call) -> None:
         """Stops a call whose caller is gone. Sync: kills the worker. Async: cancels the call, and kills the worker
@@ -230,7 +222,7 @@ class _Worker:
             return
         call.disarm()
         if self.dispatcher.is_async:
-            self._write((CANCEL, call.number))
+            self.child.write((CANCEL, call.number))
             asyncio.get_running_loop().call_later(GRACE_S, self._kill_for, call)
         else:
             self._kill_for(call)
@@ -241,85 +233,34 @@ class _Worker:
         self.abandon(call)
 
     def _kill_for(self, call: _Call) -> None:
-        if call.number in self.calls and not self.killed:
+        if call.number in self.calls and not self.child.killed:
             call.source.counts["worker_restarts"] += 1
             self._kill()
 
     def _kill(self) -> None:
-        """Kills the process group. The task then reads the end of the socket and cleans up."""
-        assert self.process and self.socket
-        self.killed, self.left = True, 0
-        kill_group(self.process)
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-
-    def _write(self, value: Any) -> None:
-        if self.writer and not self.killed:
-            self.writer.write(frame(value))
+        self.left = 0
+        self.child.kill()
 
     async def _live(self) -> None:
+        child = self.child
+        functions = {source.key: source.origin for source in self.dispatcher.sources}
         try:
-            try:
-                await self._serve(await self._spawn())
-            except (EOFError, ConnectionError):
-                pass
-            except Exception as error:  # the process did not start, the start timed out, the stream is not a pickle
-                self.failure = f"{type(error).__name__}: {error}"
+            self.failure = await child.serve((functions, self.dispatcher.is_async), self._begin, self._take)
             self.left = 0
-            await self._end()
+            await child.end(at_once=bool(self.failure))
         except asyncio.CancelledError:  # the loop or the pool closes
-            if self.process:
-                kill_all({self.process}, os.getpid())
-                self.dispatcher.pool.processes.discard(self.process)
+            child.destroy()
             self.dispatcher.workers.remove(self)
             raise
         finally:
             for call in self.calls.values():
                 call.disarm()
-            if self.writer:
-                self.writer.close()
-            elif self.socket:
-                self.socket.close()
+            child.close()
         self.dispatcher.worker_ended(self)
 
-    async def _spawn(self) -> asyncio.StreamReader:
-        pool = self.dispatcher.pool
-        cwd, path = pool.place
-        old = os.environ.get("PYTHONPATH")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (PACKAGE_ROOT, old)))}
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gcore.rewarding.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=pool.output(),  # prints go to the log; answers use the socket
-                stderr=pool.output(),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # its own process group, killed as a whole
-                cwd=cwd,
-                env=environment,
-            )
-        pool.processes.add(self.process)
-        reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
-        functions = {source.key: source.origin for source in self.dispatcher.sources}
-        self._write((path, {} if old is None else {"PYTHONPATH": old}, functions, self.dispatcher.is_async))
-        return reader
-
-    async def _serve(self, reader: asyncio.StreamReader) -> None:
-        assert self.process and self.socket
-        with shutdown_on_exit(self.process, self.socket):
-            try:
-                async with asyncio.timeout(START_S):
-                    _, kind, message, _ = await _receive(reader)
-            except TimeoutError:
-                raise TimeoutError(f"the functions were not imported within {START_S:g} s") from None
-            if kind != READY:
-                self.failure = message
-                return
-            self.ready = True
-            self.dispatcher.dispatch()
-            while True:
-                self._take(*await _receive(reader))
+    def _begin(self) -> None:
+        self.ready = True
+        self.dispatcher.dispatch()
 
     def _take(self, number: int, kind: str, value: Any, trace: str) -> None:
         call = self.calls.pop(number)
@@ -329,22 +270,3 @@ class _Worker:
         if not self.left and not self.calls:
             self._kill()
         self.dispatcher.dispatch()
-
-    async def _end(self) -> None:
-        """Waits until the process and all that it started are gone. Records how a crashed process ended."""
-        process = self.process
-        if process is None:
-            return
-        until = time.monotonic() + (0 if self.killed or self.failure else 1)
-        while not has_exited(process) and time.monotonic() < until:
-            await asyncio.sleep(0.002)
-        kill_group(process)  # before its id can be reused
-        while process.poll() is None:
-            await asyncio.sleep(0.002)
-        self.dispatcher.pool.processes.discard(process)
-        self.died = exit_reason(process)
-
-
-async def _receive(reader: asyncio.StreamReader) -> Any:
-    (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-    return pickle.loads(await reader.readexactly(size))

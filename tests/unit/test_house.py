@@ -16,6 +16,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "protocols": (),
     "clients": ("protocols",),
     "shipped": (),
+    "processes": ("observe",),
     "threads": (),
     "task_group": (),
     "config": ("shipped",),
@@ -43,7 +44,8 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("protocols", "threads", "weights"),
     ),
     "rewarding": (
-        *("config", "content", "faults", "http_body", "models", "observe", "protocols", "threads", "user_files"),
+        *("config", "content", "faults", "http_body", "models", "observe", "processes", "protocols", "threads"),
+        "user_files",
     ),
     "checkpoint": (
         *("config", "content", "diffusion", "faults", "hub", "modalities", "models", "observe", "prompts", "weights"),

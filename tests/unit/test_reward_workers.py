@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gcore import processes
 from gcore.config.rewards import RewardFunction, Rewards
 from gcore.content.tokens import Tokens
+from gcore.processes import kill_group
 from gcore.rewarding import workers
 from gcore.rewarding.functions import FunctionSource, calls_of
-from gcore.rewarding.processes import kill_group
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
 from gcore.rewarding.workers import WorkerPool
@@ -479,7 +480,7 @@ def test_what_hangs_is_killed_and_asked_again(pool_of, monkeypatch, name):
     pool = pool_of(name, timeout_s=0.3, attempts=2)
     rewarder = blend(pool)
     killed = []
-    monkeypatch.setattr(workers, "kill_group", lambda process: (killed.append(process.pid), kill_group(process)))
+    monkeypatch.setattr(processes, "kill_group", lambda process: (killed.append(process.pid), kill_group(process)))
 
     with pytest.raises(
         RewardError, match=r"no answer within 0\.3 s; its worker was killed \(tried 2 times\)"
@@ -697,7 +698,7 @@ def test_a_cancelled_call_ends_its_worker_and_no_other(place, pool_of):
         doomed.cancel()
         results = await asyncio.gather(doomed, other, *waiting, return_exceptions=True)
         assert [isinstance(r, asyncio.CancelledError) for r in results] == [True, False, False, True, False]
-        return worker.process.pid
+        return worker.child.process.pid
 
     assert is_gone(asyncio.run(cancel()))
     assert (place / "log").read_text() == "xxx"  # one was cancelled before it began
