@@ -75,6 +75,16 @@ class WorkflowError(RuntimeError):
     """The user's workflow raised for one prompt. The group is dropped and counted."""
 
 
+class EnvironmentFailure(WorkflowError):
+    """An episode of an environment failed. `cause`: a name in environments/base.py. Its sample begins again, or is
+    dropped and counted; it never becomes a zero."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.suspect = False  # its process died, with other episodes in it
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """How trainer ranks divide a model: those of a tensor group are neighbours, then come the data-parallel ranks of a

@@ -30,7 +30,8 @@ from typing import Any, TypedDict
 from gcore.types import Scored
 
 REWARD_ERROR, WORKFLOW_ERROR, NO_SPREAD = "reward_error", "workflow_error", "no_spread"
-FAILURES = (REWARD_ERROR, WORKFLOW_ERROR)  # counted against rewards.max_error_frac
+ENVIRONMENT_ERROR = "environment_error"
+FAILURES = (REWARD_ERROR, WORKFLOW_ERROR, ENVIRONMENT_ERROR)  # counted against rewards.max_error_frac
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gcore
-from gcore.controller.prompt_ledger import REWARD_ERROR, WORKFLOW_ERROR, PromptLedger
+from gcore.controller.prompt_ledger import ENVIRONMENT_ERROR, REWARD_ERROR, WORKFLOW_ERROR, PromptLedger
 from gcore.prompts.curriculum import CurriculumOrder, Passed
 from gcore.prompts.source import PromptSource
 from gcore.protocols import RoleDied, RoleError
 from gcore.rewarding.source import is_finite
-from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
+from gcore.types import EnvironmentFailure, Prompt, RewardError, Scored, UserError, WorkflowError
 from gcore.workflows.context import SampleContext, SharedContext, Workflow
 
 Filter = Callable[[list[Scored]], tuple[bool, str]]
@@ -116,7 +116,7 @@ async def _run(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> lis
         if task is not None and task.cancelling():
             raise  # the collector cancelled the task
         raise UserError(f"workflow cancelled itself at prompt {prompt.id}; expected a list of Scored") from None
-    except (UserError, RewardError, RoleError, RoleDied):
+    except (UserError, RewardError, EnvironmentFailure, RoleError, RoleDied):
         raise
     except (Exception, SystemExit) as error:  # sys.exit() in a workflow must not end the process silently
         line = _line_of(workflow, error)
@@ -138,6 +138,8 @@ def _line_of(workflow: Workflow, error: BaseException) -> str | None:
 
 def reason_of(error: Exception) -> str:
     """Under which name the dropped group is counted."""
+    if isinstance(error, EnvironmentFailure):
+        return ENVIRONMENT_ERROR
     return WORKFLOW_ERROR if isinstance(error, WorkflowError) else REWARD_ERROR
 
 

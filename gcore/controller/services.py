@@ -23,6 +23,7 @@ from gcore.controller.record import Recorder
 from gcore.controller.replicas import Replicas
 from gcore.controller.run_prompts import Filter
 from gcore.controller.status import LiveStatus, StepGate
+from gcore.environments.hosts import Hosts
 from gcore.generation.pool import EnginePool
 from gcore.modalities.base import PolicyKind
 from gcore.preparation.advantages import AdvantageSettings
@@ -51,6 +52,7 @@ class Services:
     status: LiveStatus  # for the progress view
     gate: StepGate = field(default_factory=StepGate)  # to the driver after a step, with run.on_step
     eval_modality: Modality | None = None  # with other sampling parameters in evaluations
+    environment: Hosts | None = None  # processes of `environment`
     # Made by start_run.py. An evaluation has neither collector nor checkpointer.
     collector: Collector = field(init=False)
     recorder: Recorder = field(init=False)
@@ -59,15 +61,16 @@ class Services:
 
     def sample_context(self) -> SharedContext:
         """The context that all workflows of this controller share."""
-        return SharedContext(self.config, self.pool, self.rewarder, self.modality, version=lambda: self.weights.version)
+        parts = self.config, self.pool, self.rewarder, self.modality
+        return SharedContext(*parts, version=lambda: self.weights.version, environment=self.environment)
 
     def eval_contexts(self) -> list[SharedContext]:
         """Of evaluations: one greedy response per prompt, or one context per sampled response."""
         modality, evaluation = self.eval_modality or self.modality, self.config.evaluation
         parts = self.config, self.pool, self.rewarder, modality
         if not evaluation.sampled:
-            return [SharedContext(*parts, greedy=True)]
-        return [SharedContext(*parts, attempt=i) for i in range(evaluation.samples)]
+            return [SharedContext(*parts, greedy=True, environment=self.environment)]
+        return [SharedContext(*parts, attempt=i, environment=self.environment) for i in range(evaluation.samples)]
 
     async def ends_by_user(self, step: int) -> bool:
         """Whether the user's function (run.on_step) ends the run after this step."""
@@ -85,6 +88,8 @@ class Services:
         self.status.show("done")
         self.collector.close()
         self.rewarder.close()
+        if self.environment is not None:
+            self.environment.close()
         self.recorder.close()
         await self.controllers.barrier("end")
         if bad := self.dispatcher.bad_in_a_row:

@@ -24,6 +24,7 @@ import numpy as np
 from gcore.config.tree import Config
 from gcore.content.base import Content, Modality
 from gcore.content.text import TextModality, text_modality
+from gcore.environments.hosts import Hosts
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.prompts.answers import ANSWERS, LABEL
@@ -107,7 +108,9 @@ class SharedContext:
         greedy: bool = False,
         attempt: int | None = None,
         version: Callable[[], int] = lambda: 0,
+        environment: Hosts | None = None,
     ) -> None:
+        self.config, self.environment = config, environment
         self.pool, self.rewarder, self.modality, self.greedy = pool, rewarder, modality, greedy
         self.version, self.objective = version, config.objective
         self.evaluates = greedy or attempt is not None
@@ -118,7 +121,7 @@ class SharedContext:
         self.endpoint = Endpoint()  # of workflows that call `serve`
         self.baseline: SharedContext | None = None  # for one more, greedy response to each prompt (ReMax)
         if config.algorithm.estimator.greedy and not self.evaluates:
-            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True)
+            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True, environment=environment)
             self.baseline.clock = self.clock
 
 
@@ -131,6 +134,10 @@ class SampleContext:
         self._shared = shared
         self._issued = 0  # siblings drawn so far
         self._branches: Counter[tuple[int, int]] = Counter()  # number of branches from (sibling, step)
+
+    @property
+    def shared(self) -> SharedContext:
+        return self._shared
 
     async def generate(
         self,
@@ -152,7 +159,7 @@ class SampleContext:
         if messages is not None or tools is not None:
             modality = text_modality(shared.modality, "ctx.generate with messages or tools")
             content = modality.opening(prompt.messages if messages is None else messages, tools)
-        siblings = self._issue(shared.n if n is None or shared.evaluates else n)
+        siblings = self.issue(n)
         return await self.first_turn(prompt, siblings, content, params)
 
     @contextlib.asynccontextmanager
@@ -162,7 +169,7 @@ class SampleContext:
         What the agent samples in a session is recorded as a rollout, `session.rollout`: see workflows/endpoint.py.
         """
         shared = self._shared
-        siblings = self._issue(shared.n if n is None or shared.evaluates else n)
+        siblings = self.issue(n)
         modality = text_modality(shared.modality, "ctx.serve")
         sessions = [Session(self, modality, prompt, sibling) for sibling in siblings]
         async with shared.endpoint.open(sessions):
@@ -195,7 +202,8 @@ class SampleContext:
                 "of demonstrations or pairs (keys: workflow, objective)"
             )
         given = [modality.answer(prompt, answer) for answer in answers]
-        outputs, siblings = await modality.outputs([content for content, _ in given]), self._issue(len(given))
+        outputs = await modality.outputs([content for content, _ in given])
+        siblings = self.issue(len(given), exactly=True)
         version = self._shared.version()
         return [
             Rollout(
@@ -242,8 +250,12 @@ class SampleContext:
         with self._shared.clock.within("rewarding"):
             return await self._shared.rewarder.ask(judge, messages, ("ask", digest, draw), **params)
 
-    def _issue(self, n: int) -> range:
-        first, self._issued = self._issued, self._issued + n
+    def issue(self, n: int | None, exactly: bool = False) -> range:
+        """Numbers of `n` more siblings (default: sampling.samples_per_prompt); in evaluations of one, if not
+        `exactly`."""
+        if not exactly:
+            n = self._shared.n if n is None or self._shared.evaluates else n
+        first, self._issued = self._issued, self._issued + (n or 0)
         return range(first, self._issued)
 
     async def next_turns(

@@ -1,163 +1,217 @@
-"""Environments in the style of the library verifiers, by the names of their methods; the library is not needed.
+"""The workflow of `environment`: each sample is an episode in a process of environments (gcore/environments/).
 
-    env.dataset ──environment_rows──> rows to train on
-    env, prompt ──environment_workflow──> conversation between policy and env ──env.rubric──> Scored
+    reset ──messages, tools──> policy ──text, calls──> step ──messages, reward──> policy ... ──> Scored
+    environments that talk to the policy themselves: a session of the endpoint ──run──> its rollout ──> Scored
 
-An environment is any object with
-
-    dataset (or get_dataset())            rows with `prompt` (messages) or `question`, and `answer`, `info`, `task`
-    system_prompt, few_shot               optional, before a `question`
-    env_response(messages, state)         optional: the messages after a turn of the policy, or (messages, state)
-    is_completed(messages, state)         optional: True ends the conversation; without it, one turn (max_turns)
-    setup_state(state)                    optional
-    rollout(...)                          optional, instead of env_response: it calls an OpenAI client itself
-    rubric                                `score_rollout(...)`, or functions and weights (`funcs`/`reward_funcs`,
-                                          `weights`/`reward_weights`)
-
-Methods may be sync or async, and take only those of the arguments that they name.
+What the environment says is masked from the loss. An episode that fails begins again with the same noise; after
+`environment.retries` its sample is dropped and counted. It is never scored as a zero.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from gcore.protocols import Context
-from gcore.types import Message, Prompt, Rollout, Scored, UserError
+from gcore.config.environments import REWARD
+from gcore.content.text import PromptTooLong, text_modality
+from gcore.environments.base import FINAL, OTHERS, Call, Observation, Policy
+from gcore.environments.hosts import EpisodeClient, Hosts
+from gcore.generation.noise import noise_key
+from gcore.types import EnvironmentFailure, Message, Prompt, Rollout, Scored, UserError
+from gcore.workflows.endpoint import Session
+from gcore.workflows.tools import parse_tool_calls
 
-REWARD = "rubric"  # name of the reward in the recipe: rewards.by_workflow
-MAX_TURNS = 10
-State = dict[str, Any]
+if TYPE_CHECKING:
+    from gcore.workflows.context import SampleContext
 
-
-def environment_rows(env: Any, split: str = "train") -> list[dict[str, Any]]:
-    """The rows of an environment, with `prompt` as messages."""
-    names = ("get_dataset", "dataset") if split == "train" else ("get_eval_dataset", "eval_dataset")
-    dataset = next((value for name in names if (value := getattr(env, name, None)) is not None), None)
-    rows = dataset() if callable(dataset) else dataset
-    if rows is None:
-        raise UserError(f"{type(env).__name__} has no {names[1]}; expected rows with prompt or question")
-    return [_row(env, dict(rows[i])) for i in range(len(rows))]
+MOST_EVICTIONS = 20  # of one sample: a safety net, since they are not counted as retries
 
 
-def _row(env: Any, row: dict[str, Any]) -> dict[str, Any]:
-    if "prompt" in row:
-        return row
-    if "question" not in row:
-        raise UserError(f"{type(env).__name__}: a row has {', '.join(row)}; expected prompt or question")
-    system = getattr(env, "system_prompt", None)
-    before = [{"role": "system", "content": system}] if system else []
-    few_shot = list(getattr(env, "few_shot", None) or [])
-    prompt = [*before, *few_shot, {"role": "user", "content": row["question"]}]
-    return {**{name: value for name, value in row.items() if name != "question"}, "prompt": prompt}
+@dataclasses.dataclass(slots=True)
+class Trajectory:
+    """One sample: its rollout, and what each of its turns has earned."""
+
+    rollout: Rollout
+    rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # steps until the end of a turn, reward
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    turns: int = 0
+
+    def add(self, rollout: Rollout, seen: Observation) -> None:
+        self.rollout, self.turns = rollout, self.turns + 1
+        self.metrics |= seen.metrics
+        if seen.reward is not None:
+            self.rewards.append((rollout.num_steps, seen.reward))
+
+    @property
+    def reward(self) -> float | None:
+        return sum(reward for _, reward in self.rewards) if self.rewards else None
 
 
-def environment_workflow(env: Any, **params: Any) -> Callable[[Context, Prompt], Awaitable[list[Scored]]]:
-    """A workflow whose samples are scored by the rubric of `env`; the recipe has `rewards: {by_workflow: [rubric]}`."""
-
-    async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
-        if not hasattr(env, "env_response") and hasattr(env, "rollout"):
-            return await _by_client(env, ctx, prompt, params)
-        group = await ctx.generate(prompt, **params)
-        return list(await asyncio.gather(*(_converse(env, ctx, prompt, rollout, params) for rollout in group)))
-
-    return workflow
+async def episodes(ctx: Any, prompt: Prompt) -> list[Scored]:
+    """The default workflow with `environment`: sampling.samples_per_prompt episodes of the prompt."""
+    return await play(ctx, prompt)
 
 
-async def _converse(env: Any, ctx: Context, prompt: Prompt, rollout: Rollout, params: Mapping[str, Any]) -> Scored:
-    state = _new_state(prompt)
-    state = await _call(getattr(env, "setup_state", None), state=state) or state
-    completion: list[Message] = []
+async def play(ctx: SampleContext, prompt: Prompt, n: int | None = None, **params: Any) -> list[Scored]:
+    """`n` episodes, scored by the environment and by the rewards of the recipe. `params`: of the sampling."""
+    shared = ctx.shared
+    hosts = shared.environment
+    if hosts is None:
+        raise UserError("the workflow plays in an environment, and the recipe has none; expected environment.source")
+    made = await asyncio.gather(*(_sample(ctx, hosts, prompt, sibling, params) for sibling in ctx.issue(n)))
+    kept = [trajectory for trajectory in made if isinstance(trajectory, Trajectory)]
+    failed = [failure for failure in made if isinstance(failure, EnvironmentFailure)]
+    least = len(made) if hosts.spec.on_failure == "drop_group" else min(shared.least_siblings, len(made))
+    if failed and len(kept) < least:
+        raise failed[0]
+    return await _scored(ctx, kept, hosts)
+
+
+async def _sample(
+    ctx: SampleContext, hosts: Hosts, prompt: Prompt, sibling: int, params: Mapping[str, Any]
+) -> Trajectory | EnvironmentFailure:
+    """An episode, begun again if it fails."""
+    counts, tried, evicted, alone = hosts.counts, 0, 0, False
+    counts["episodes"] += 1
     while True:
-        completion.append({"role": "assistant", "content": rollout.turn})
-        state |= {"completion": completion, "turn": state["turn"] + 1, "responses": [*state["responses"], rollout.turn]}
-        messages = [*state["prompt"], *completion]
-        if rollout.finish != "stop" or await _is_completed(env, messages, state):
-            break
-        answer = await _call(env.env_response, messages=messages, state=state)
-        new, state = answer if isinstance(answer, tuple) else (answer, state)
-        if not new:
-            break
-        before, rollout = rollout, await ctx.proceed(rollout, [dict(message) for message in new], **params)
-        if rollout.num_steps == before.num_steps:  # no room for another turn: the sample ends before this answer
-            break
-        completion += [dict(message) for message in new]
-    return await _scored(env, rollout, {**state, "completion": completion})
+        try:
+            async with hosts.episode(alone) as episode, asyncio.timeout(hosts.spec.episode_s):
+                return await _episode(ctx, hosts, episode, prompt, sibling, params)
+        except TimeoutError:
+            failure = EnvironmentFailure("timeout", f"the episode took longer than {hosts.spec.episode_s:g} s")
+        except EnvironmentFailure as error:
+            failure = error
+        if (failure.cause in OTHERS or failure.suspect) and evicted < MOST_EVICTIONS:
+            evicted, alone = evicted + 1, alone or failure.suspect
+            counts["evicted"] += 1
+            continue
+        counts[f"cause_{failure.cause}"] += 1
+        tried += 1
+        if tried > hosts.spec.retries or failure.cause in FINAL:
+            counts[f"failed_{failure.cause}"] += 1
+            return failure
+        counts["retried"] += 1
 
 
-async def _is_completed(env: Any, messages: Sequence[Message], state: State) -> bool:
-    if not hasattr(env, "env_response"):
-        return True
-    limit = getattr(env, "max_turns", MAX_TURNS)
-    if limit > 0 and state["turn"] >= limit:
-        return True
-    return bool(await _call(getattr(env, "is_completed", None), messages=messages, state=state))
+async def _episode(
+    ctx: SampleContext, hosts: Hosts, episode: EpisodeClient, prompt: Prompt, sibling: int, params: Mapping[str, Any]
+) -> Trajectory:
+    shared, spec, counts = ctx.shared, hosts.spec, hosts.counts
+    row = {"prompt": list(prompt.messages), **prompt.columns}
+    seed = int(row["seed"]) if isinstance(row.get("seed"), int) else _seed(shared.noise_root, prompt)
+    modality = text_modality(shared.modality, "environment")
+    sampling = {**({"stop": spec.stop} if spec.stop else {}), **params}
+    if await episode.runs():
+        return await _run(ctx, episode, prompt, sibling, row, seed, sampling)
+    with shared.clock.within("environment"):
+        opening = await episode.reset(row, seed)
+    try:
+        content = prompt.content
+        if opening.said is not None or opening.tools:
+            content = modality.opening(_opening(prompt, opening.said), opening.tools or None)
+        (rollout,) = await ctx.first_turn(prompt, [sibling], content, _turn_params(sampling, spec.max_turn_tokens))
+    except PromptTooLong as error:
+        raise EnvironmentFailure("context_exceeded", str(error)) from None
+    trajectory = Trajectory(rollout)
+    while True:
+        if rollout.finish == "length" and modality.is_full(rollout.num_steps):
+            return _full(trajectory, rollout, spec.on_context)
+        calls = [Call(c.name, c.arguments, c.error) for c in parse_tool_calls(rollout.turn)] if opening.tools else []
+        with shared.clock.within("environment"):
+            seen = await episode.step(rollout.turn, calls)
+        trajectory.add(rollout, seen)
+        counts["turns"] += 1
+        counts["tool_calls"] += len(calls)
+        counts["tool_errors"] += seen.tool_errors
+        if seen.done or trajectory.turns >= spec.max_turns:
+            return trajectory
+        said = "" if seen.said is None else seen.said
+        if isinstance(said, str) and said and modality.chats:
+            said = [{"role": "user", "content": said}]
+        turn_params = _turn_params(sampling, spec.max_turn_tokens)
+        (later,) = await ctx.next_turns(rollout, [sibling], _as_text(said, modality.chats), turn_params)
+        if later.num_steps == rollout.num_steps:  # no room for another turn
+            return _full(trajectory, later, spec.on_context)
+        rollout = later
 
 
-async def _by_client(env: Any, ctx: Context, prompt: Prompt, params: Mapping[str, Any]) -> list[Scored]:
-    """The environment runs the conversation with a client. Its requests are recorded by a session."""
-
-    async def one(session: Any) -> Scored:
-        row = {"prompt": list(prompt.messages), **prompt.columns}
-        given = {**row, "input": row, "client": session.client, "model": session.model, "sampling_args": dict(params)}
-        answer = await _call(env.rollout, **given)
-        state = _new_state(prompt)
-        match answer:
-            case (completion, dict() as told):
-                state |= {**told, "completion": completion}
-            case dict():
-                state |= answer
-        return await _scored(env, session.rollout, state)
-
-    async with ctx.serve(prompt) as sessions:
-        return list(await asyncio.gather(*map(one, sessions)))
-
-
-def _new_state(prompt: Prompt) -> State:
-    columns = prompt.columns
-    return {
-        "prompt": [dict(message) for message in prompt.messages],
-        "completion": [],
-        "answer": columns.get("answer", ""),
-        "info": columns.get("info") or {},
-        "task": columns.get("task", "default"),
-        "turn": 0,
-        "responses": [],
-    }
+async def _run(
+    ctx: SampleContext,
+    episode: EpisodeClient,
+    prompt: Prompt,
+    sibling: int,
+    row: dict[str, Any],
+    seed: int,
+    sampling: Mapping[str, Any],
+) -> Trajectory:
+    """The environment talks to the policy itself, by a session of the endpoint."""
+    shared = ctx.shared
+    session = Session(ctx, text_modality(shared.modality, "environment"), prompt, sibling)
+    async with shared.endpoint.open([session]):
+        policy = Policy(session.base_url, session.api_key, session.model, sampling)
+        seen = await episode.run(row, seed, policy)
+    rollouts = session.rollouts
+    if not rollouts:
+        raise EnvironmentFailure("agent_crashed", "the environment ended without a request to the policy")
+    trajectory = Trajectory(rollouts[-1])
+    trajectory.add(rollouts[-1], seen)
+    return trajectory
 
 
-async def _scored(env: Any, rollout: Rollout, state: State) -> Scored:
-    """The reward of the rubric; its metrics are logged as reward/NAME."""
-    rubric = env.rubric
-    given = {name: state[name] for name in ("prompt", "completion", "answer", "info", "task")} | {"state": state}
-    if hasattr(rubric, "score_rollout"):
-        score = await _call(rubric.score_rollout, **given)
-        score = state if score is None else score  # newer versions write the reward into the state
-        reward, metrics = _field(score, "reward"), _field(score, "metrics") or {}
-    else:
-        functions = getattr(rubric, "reward_funcs", None) or rubric.funcs
-        weights = getattr(rubric, "reward_weights", None) or getattr(rubric, "weights", None) or [1.0] * len(functions)
-        values = [float(await _call(function, **given)) for function in functions]
-        metrics = {function.__name__: value for function, value in zip(functions, values, strict=True)}
-        reward = sum(value * weight for value, weight in zip(values, weights, strict=True))
-    if not isinstance(reward, int | float):
-        raise UserError(f"{type(rubric).__name__}.score_rollout gave the reward {reward!r}; expected a number")
-    parts = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-    return Scored(rollout, float(reward), {REWARD: float(reward), **parts})
+def _opening(prompt: Prompt, said: Any) -> Sequence[Message]:
+    if said is None:
+        return prompt.messages
+    return [{"role": "user", "content": said}] if isinstance(said, str) else said
 
 
-def _field(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+def _as_text(said: Any, chats: bool) -> Any:
+    """Messages for a chat template; without one, their texts, one after the other."""
+    return said if chats or isinstance(said, str) else "".join(str(message.get("content") or "") for message in said)
 
 
-async def _call(function: Callable[..., Any] | None, **given: Any) -> Any:
-    """With those of the arguments that the function names, or all if it has **kwargs."""
-    if function is None:
-        return None
-    parameters = inspect.signature(function).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        given = {p.name: given[p.name] for p in parameters if p.name in given}
-    answer = function(**given)
-    return await answer if inspect.isawaitable(answer) else answer
+def _turn_params(sampling: Mapping[str, Any], most: int | None) -> dict[str, Any]:
+    return {**({"max_tokens": most} if most is not None else {}), **sampling}
+
+
+def _full(trajectory: Trajectory, rollout: Rollout, on_context: str) -> Trajectory:
+    """The conversation has no room for another turn."""
+    if on_context == "drop":
+        raise EnvironmentFailure(
+            "context_exceeded",
+            f"the conversation has {rollout.num_steps} tokens after its first messages, all that "
+            "generation.max_response_length allows (environment.on_context=score keeps it)",
+        )
+    trajectory.rollout = dataclasses.replace(rollout, finish="length")
+    return trajectory
+
+
+def _seed(root: Sequence[object], prompt: Prompt) -> int:
+    """The same for all siblings, which are compared with each other: 31 bits."""
+    return noise_key(*root, "environment", prompt.id) >> 33
+
+
+async def _scored(ctx: SampleContext, made: Sequence[Trajectory], hosts: Hosts) -> list[Scored]:
+    """The reward of the environment, if the recipe names it, and those of the recipe."""
+    config = ctx.shared.config
+    by_environment = REWARD in config.rewards.by_workflow
+    own: dict[int, tuple[float, dict[str, float]]] = {}
+    for trajectory in made:
+        reward, metrics = trajectory.reward, trajectory.metrics
+        if by_environment and reward is None:
+            if trajectory.rollout.finish != "length" and trajectory.turns < hosts.spec.max_turns:
+                raise UserError(
+                    f"environment.source={hosts.spec.source} gave no reward; expected one from `step`, or rewards of "
+                    "the recipe (key: rewards)"
+                )
+            reward = 0.0  # it ended before the environment measured anything
+        parts = {REWARD: reward, **metrics} if by_environment and reward is not None else dict(metrics)
+        own[trajectory.rollout.sibling] = (reward if by_environment and reward is not None else 0.0), parts
+    if not config.rewards.sources:
+        return [Scored(t.rollout, own[t.rollout.sibling][0], own[t.rollout.sibling][1]) for t in made]
+    scored = []
+    for one in await ctx.reward([trajectory.rollout for trajectory in made]):
+        reward, parts = own[one.rollout.sibling]
+        scored.append(dataclasses.replace(one, reward=one.reward + reward, parts={**one.parts, **parts}))
+    return scored

@@ -1,0 +1,373 @@
+"""Environments in processes of their own: conversations, and failures that are never scores."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gcore.config.environments import ROWS, Environment
+from gcore.config.generation import Generation
+from gcore.config.load import validate
+from gcore.config.tree import Config
+from gcore.content.text import TextModality
+from gcore.controller.record import check_episodes, environment_row
+from gcore.environments import hosts as hosts_module
+from gcore.environments.base import Observation
+from gcore.environments.hosts import Hosts
+from gcore.environments.own import observation
+from gcore.environments.rows import rows_of
+from gcore.types import EnvironmentFailure, Scored, UserError
+from gcore.workflows import play
+from tests.e2e.helpers import RECIPE
+from tests.unit.test_endpoint import World
+
+GAMES = '''
+import asyncio, os, time
+from types import SimpleNamespace
+
+class Guess:
+    """Says < or >, and counts its objects."""
+    def __init__(self, secret=3): self.secret = secret
+    def rows(self, split): return [{"prompt": "1", "answer": "3", "split": split}] * 4
+    def reset(self, row, seed): self.row, self.seed = row, seed
+    def step(self, action):
+        right = action == str(self.secret)
+        return ("" if right else "no"), float(right), right, {"seed": self.seed}
+
+class Told(Guess):
+    """Async, with its own first message, and Gymnasium's five values."""
+    async def reset(self, seed): return "go", {"seed": seed}
+    async def step(self, action): return "more", 0.5, False, action == "3", {"note": "text"}
+
+class Tools:
+    tools = ["add", "fail", "late"]
+    def add(self, a: int, b: int) -> int:
+        """The sum."""
+        return a + b
+    def fail(self): raise KeyError("oh")
+    async def late(self): await asyncio.sleep(100)
+    def step(self, action): return None, float(action == "5"), True
+
+class Troubled(Guess):
+    """The first `times` episodes of an empty folder do `what` at the word of the policy."""
+    def __init__(self, what, folder, times=1, at="1"):
+        super().__init__()
+        self.what, self.folder, self.times, self.at = what, folder, times, at
+    def step(self, action):
+        if action == self.at and len(os.listdir(self.folder)) < self.times:
+            open(os.path.join(self.folder, f"{time.time_ns()}"), "w").close()
+            match self.what:
+                case "raise": raise ValueError("broken")
+                case "die": os._exit(3)
+                case "hang": time.sleep(1000)
+                case "garbage": return b"x"
+                case "nan": return "x", float("nan"), False
+        return super().step(action)
+
+class Waits(Guess):
+    async def step(self, action):
+        await asyncio.sleep(1000)
+
+class Rubric:
+    async def score_rollout(self, prompt, completion, answer, state, **_):
+        right = float(completion[-1]["content"] == answer)
+        return SimpleNamespace(reward=right, metrics={"turns": state["turn"], "asked": len(prompt)})
+
+class Verifiers:
+    """Multi-turn, with the older form of env_response, which returns the state too."""
+    system_prompt, max_turns, rubric = "play", 3, Rubric()
+    dataset = ({"question": "1", "answer": "3", "info": {"k": 1}},)
+    def setup_state(self, state): return {**state, "seen": []}
+    def is_completed(self, messages, state): return messages[-1]["content"] == "3"
+    async def env_response(self, messages, state):
+        state["seen"].append(messages[-1]["content"])
+        return [{"role": "user", "content": "no"}], state
+
+class Runs:
+    dataset = ({"prompt": [{"role": "user", "content": "1"}], "answer": "4"},)
+    rubric = SimpleNamespace(funcs=[lambda completion, answer: float(completion == answer)], weights=[2.0])
+    async def rollout(self, client, model, prompt, answer, **_):
+        said = await client.chat.completions.create(model=model, messages=prompt)
+        return said.choices[0].message.content, {"note": 1}
+
+def broken(): raise RuntimeError("no licence")
+def nothing(): return object()
+'''
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "games.py").write_text(GAMES)
+    (tmp_path / "log").mkdir()
+    return tmp_path
+
+
+@dataclasses.dataclass
+class Stage:
+    world: World
+    hosts: Hosts
+
+    def play(self, n: int = 1, **columns: Any) -> list[Scored]:
+        prompt = dataclasses.replace(self.world.prompt, columns=columns)
+        return asyncio.run(self._play(prompt, n))
+
+    async def _play(self, prompt: Any, n: int) -> list[Scored]:
+        try:
+            return await play(self.world.ctx, prompt, n)
+        finally:
+            self.hosts.close()
+
+
+@pytest.fixture
+def stage(place: Path) -> Iterator[Callable[..., Stage]]:
+    made: list[Hosts] = []
+
+    def make(name: str, *texts: str, least: int = 1, **spec: Any) -> Stage:
+        world = World(*texts)
+        hosts = Hosts(Environment(source=f"{place}/games.py:{name}", **spec), 1)
+        shared = world.ctx.shared
+        shared.environment, shared.least_siblings = hosts, least
+        shared.config = shared.config.changed("rewards", functions=[], by_workflow=["environment"])
+        made.append(hosts)
+        return Stage(world, hosts)
+
+    yield make
+    for hosts in made:
+        assert not hosts.living
+        hosts.close()
+
+
+def test_an_environment_answers_between_turns(stage):
+    played = stage("Guess", "1", "2", "3")
+    (scored,) = played.play(seed=5)
+    assert (scored.reward, scored.parts) == (1.0, {"environment": 1.0, "seed": 5.0})
+    assert scored.rollout.text == "1;u:no;a:2;u:no;a:3"
+    said = played.world.ids(";u:no;a:")
+    assert scored.rollout.mask_S.tolist() == [True, True, *[False] * len(said)] * 2 + [True, True]
+    assert played.hosts.take_counts() == {"episodes": 1, "turns": 3, "tool_calls": 0, "tool_errors": 0}
+
+
+def test_siblings_have_the_same_seed_and_other_prompts_another(stage):
+    played = stage("Guess", "3", concurrency=2)
+    first, second = played.play(n=2)
+    assert first.parts["seed"] == second.parts["seed"] > 0
+    other = stage("Guess", "3")
+    other.world.prompt = dataclasses.replace(other.world.prompt, id=8)
+    assert other.play()[0].parts["seed"] != first.parts["seed"]
+
+
+def test_an_environment_may_speak_first_and_is_cut_by_max_turns(stage):
+    played = stage("Told", "1", max_turns=2)
+    (scored,) = played.play()
+    assert scored.rollout.text == "1;u:more;a:1" and scored.reward == 1.0  # 0.5 for each turn
+    assert played.world.engines.requests[0].content.tokens_T.tolist() == played.world.ids("u:go;a:")
+    assert stage("Told", "3").play()[0].rollout.text == "3"  # truncated by the environment
+
+
+def test_tools_are_called_and_their_errors_are_told(stage):
+    def with_room(name: str, *texts: str) -> Stage:
+        played = stage(name, *texts, max_turns=3)
+        stops = (played.world.tokenizer.eos_token_id,)
+        modality = TextModality(Generation(max_response_length=600), played.world.tokenizer, stops, 40)
+        played.world.modality = played.world.ctx.shared.modality = modality
+        return played
+
+    played = with_room("Tools", call("add", '{"a": 2, "b": 3}'), "5")
+    (scored,) = played.play()
+    assert scored.rollout.text.endswith(";t:5;a:5") and scored.reward == 1.0
+    counts = played.hosts.take_counts()
+    assert (counts["turns"], counts["tool_calls"], counts["tool_errors"]) == (2, 1, 0)
+    played = with_room("Tools", call("fail"), call("nothing") + call("add"), "4")
+    (scored,) = played.play()
+    assert "oh" in scored.rollout.text and "no tool" in scored.rollout.text  # without letters of no token
+    assert scored.reward == 0.0 and played.hosts.take_counts()["tool_errors"] == 3
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"), [("raise", "raised"), ("die", "died"), ("garbage", "bad_answer"), ("nan", "bad_answer")]
+)
+def test_what_fails_once_begins_again_with_the_same_sample(place, stage, what, cause):
+    args = {"what": what, "folder": str(place / "log")}
+    played = stage("Troubled", "1", "1", "3", args=args)
+    (scored,) = played.play()
+    assert scored.reward == 1.0 and scored.rollout.text == "1;u:no;a:3"
+    assert len({request.noise_key for request in played.world.engines.requests}) == 1
+    counts = played.hosts.take_counts()
+    assert counts[f"cause_{cause}"] == 1 and counts["retried"] == 1 and counts["episodes"] == 1
+    assert not any(name.startswith("failed_") for name in counts)
+
+
+def test_what_fails_always_is_dropped_and_no_sibling_with_it(place, stage):
+    """The first episode fails three times: its sample is dropped, never scored; the group fails if none is left."""
+    args = {"what": "raise", "folder": str(place / "log"), "times": 100}
+    with pytest.raises(EnvironmentFailure, match=r"step raised ValueError: broken at games.py:\d+ in step \(raised\)"):
+        stage("Troubled", "1", args=args).play()
+    played = stage("Troubled", "1", "3", args=args, retries=0)
+    (scored,) = played.play(n=2)  # one of the two says 3
+    assert scored.reward == 1.0 and played.hosts.take_counts()["failed_raised"] == 1
+    with pytest.raises(EnvironmentFailure):
+        stage("Troubled", "1", "3", args=args, retries=0, on_failure="drop_group").play(n=2)
+    with pytest.raises(EnvironmentFailure):
+        stage("Troubled", "1", "3", args=args, retries=0, least=2).play(n=2)
+
+
+def test_what_hangs_is_killed_and_the_others_in_its_process_begin_again(place, stage, monkeypatch):
+    monkeypatch.setattr(hosts_module, "GRACE_S", 0.1)
+    args = {"what": "hang", "folder": str(place / "log"), "at": "2"}
+    played = stage("Troubled", "1", "2", "3", "3", "3", args=args, step_s=1.0)
+    group = played.play(n=2)
+    counts = played.hosts.take_counts()
+    assert len(group) == 2 and counts["cause_hung"] == 1 and counts["restarts"] == 1
+    assert not any(name.startswith("failed_") for name in counts)
+
+
+def test_a_call_that_can_be_cancelled_does_not_kill_its_process(stage, monkeypatch):
+    played = stage("Waits", "1", step_s=0.2, retries=1)
+    with pytest.raises(EnvironmentFailure, match=r"step gave no answer within 0.2 s \(timeout\)"):
+        played.play()
+    counts = played.hosts.take_counts()
+    assert (counts["cause_timeout"], counts["failed_timeout"], counts.get("restarts")) == (2, 1, None)
+    late = stage("Tools", '<tool_call>{"name": "late"}</tool_call>', step_s=0.2, retries=0)
+    with pytest.raises(EnvironmentFailure, match="tool_timeout"):
+        late.play()
+
+
+def test_a_process_that_dies_with_several_episodes_shows_alone_which_one_it_was(place, stage):
+    """Both are suspects, and neither loses an attempt; then the guilty one dies alone until it is dropped."""
+    args = {"what": "die", "folder": str(place / "log"), "times": 100}
+    played = stage("Troubled", "1", args=args, retries=1)
+    with pytest.raises(EnvironmentFailure, match="exited with code 3"):
+        played.play(n=3)
+    counts = played.hosts.take_counts()
+    assert counts["failed_died"] == 3 and counts["cause_died"] == 6
+
+
+def test_a_conversation_without_room_is_a_failure_or_scored(stage):
+    played = stage("Guess", "1" * 60)
+    with pytest.raises(EnvironmentFailure, match=r"generation\.max_response_length"):
+        played.play()
+    assert played.hosts.take_counts() == {
+        "episodes": 1,
+        "turns": 1,
+        "tool_calls": 0,
+        "tool_errors": 0,
+        "cause_context_exceeded": 1,
+        "failed_context_exceeded": 1,
+    }
+    (scored,) = stage("Guess", "1" * 60, on_context="score").play()
+    assert scored.rollout.finish == "length" and scored.rollout.num_steps == 61 and scored.reward == 0.0
+
+
+def test_many_episodes_wait_for_a_place(stage):
+    played = stage("Guess", "3", concurrency=2)
+    assert [scored.reward for scored in played.play(n=9)] == [1.0] * 9
+
+
+def test_a_cancelled_workflow_frees_its_place(stage, monkeypatch):
+    monkeypatch.setattr(hosts_module, "GRACE_S", 0.1)
+    played = stage("Guess", "3", concurrency=1)
+    waits = stage("Waits", "1", concurrency=1)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(play(waits.world.ctx, waits.world.prompt, 1))
+        while not waits.world.engines.made:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        waits.world.ctx.shared.environment, other = waits.hosts, waits.hosts
+        async with other.episode() as episode:  # the place is free again
+            assert episode.number == 2
+        waits.hosts.close()
+
+    asyncio.run(main())
+    assert played.play()[0].reward == 1.0
+
+
+def test_an_environment_in_the_style_of_verifiers(stage, place):
+    rows = rows_of(f"{place}/games.py:Verifiers")
+    assert rows == [
+        {
+            "prompt": [{"role": "system", "content": "play"}, {"role": "user", "content": "1"}],
+            "answer": "3",
+            "info": {"k": 1},
+        }
+    ]
+    played = stage("Verifiers", "1", "2", "3")
+    played.world.prompt = dataclasses.replace(played.world.prompt, messages=tuple(rows[0]["prompt"]))
+    (scored,) = played.play(answer="3")
+    assert (scored.reward, scored.parts) == (1.0, {"environment": 1.0, "turns": 3.0, "asked": 2.0})
+    assert scored.rollout.text == "1;u:no;a:2;u:no;a:3"
+    (scored,) = stage("Verifiers", "1", "2").play(answer="3")
+    assert scored.reward == 0.0 and scored.parts["turns"] == 3  # max_turns
+
+
+def test_an_environment_with_its_own_rollout_gets_a_client(stage):
+    pytest.importorskip("openai")
+    played = stage("Runs", "4", "5")
+    group = played.play(n=2, answer="4", prompt=[{"role": "user", "content": "1"}])
+    assert sorted(s.reward for s in group) == [0.0, 2.0]
+    made = sorted(made.content.tokens_S.tolist() for made in played.world.engines.made)
+    assert sorted(s.rollout.content.tokens_S.tolist() for s in group) == made
+
+
+def test_rows_and_arguments_are_checked_in_a_line(place):
+    assert (
+        rows_of(f"{place}/games.py:Guess", split="eval", size=2)
+        == [{"prompt": "1", "answer": "3", "split": "eval"}] * 2
+    )
+    for source, message in (
+        ("games.py:Guess", "no such file"),
+        (f"{place}/games.py:Gues", "did you mean Guess"),
+        (f"{place}/games.py:broken", "raised RuntimeError: no licence"),
+        (f"{place}/games.py:nothing", "object has neither `step` nor `tools`"),
+        (f"{place}/games.py:Tools", "has no rows"),
+    ):
+        with pytest.raises(UserError, match=message):
+            rows_of(source)
+    with pytest.raises(UserError, match=r"unexpected keyword argument 'x' \(got environment.args="):
+        rows_of(f"{place}/games.py:Guess", {"x": 1})
+
+
+def test_a_recipe_with_an_environment_needs_little_else():
+    tree = {key: value for key, value in RECIPE.items() if key not in ("data", "rewards")}
+    short = {"max_prompt_length": 8}
+    config = validate({**tree, "data": short, "environment": {"source": "a.py:B", "args": {"x": 1}}}, "recipe", Config)
+    assert config.workflow == "gcore.workflows.environment:episodes"
+    assert config.rewards.by_workflow == ["environment"] and config.rewards.accuracy_name == "environment"
+    assert config.data.train.task == ROWS
+    assert config.data.train.args == {"source": "a.py:B", "args": {"x": 1}, "split": "train", "size": None}
+    data = {"max_prompt_length": 8, "train": {"path": "x.jsonl"}, "eval": {"task": "environment", "size": 9}}
+    rewards = {"functions": [{"name": "right", "path": "gcore.rewarding.rules:exact_answer"}]}
+    spec = {"environment": {"source": "a.py:B"}, "data": data, "rewards": rewards, "workflow": "b.py:flow"}
+    config = validate({**tree, **spec}, "recipe", Config)
+    assert (config.workflow, config.rewards.by_workflow, config.data.train.path) == ("b.py:flow", [], "x.jsonl")
+    assert config.data.eval_sets[""].args == {"source": "a.py:B", "args": {}, "split": "eval", "size": 9}
+    with pytest.raises(UserError, match=r"environment.source"):
+        validate({**tree, "data": data, "rewards": rewards, "environment": {}}, "recipe", Config)
+
+
+def test_metrics_and_the_budget_of_a_step():
+    counts = {"episodes": 4, "turns": 6, "retried": 3, "cause_hung": 3, "failed_hung": 2, "failed_died": 1}
+    row = environment_row(hosts_module.Counter(counts))
+    assert row["environment/turns"] == 1.5 and row["environment/failed_hung"] == 2 and row["environment/retried"] == 3
+    spec = Environment(source="a.py:B", max_failed_frac=0.75)
+    check_episodes(spec, 3, hosts_module.Counter(counts))
+    with pytest.raises(UserError, match=r"step 3: 3 of 4 episodes of environment.source=a.py:B failed \(died 1, hun"):
+        check_episodes(spec.model_copy(update={"max_failed_frac": 0.5}), 3, hosts_module.Counter(counts))
+
+
+def test_what_step_may_return():
+    assert observation(("x", 1, True)) == Observation("x", 1.0, True)
+    assert observation((7, True, False, False, {"a": 1, "b": "text"})) == Observation("7", 1.0, False, {"a": 1.0})
+    assert observation(([{"role": "user", "content": "x"}], None, False)).reward is None
