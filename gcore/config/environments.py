@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from gcore.config.base import Arguments, Auto, Count, Fraction, PositiveInt, Seconds, Section
 from gcore.config.objects import FunctionPath
@@ -13,6 +14,17 @@ from gcore.config.objects import FunctionPath
 WORKFLOW = "gcore.workflows.environment:episodes"
 ROWS = "gcore.environments.rows:rows_of"
 REWARD = "environment"  # name of the reward that an environment gives
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"got {text!r}, which is no regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 class Environment(Section):
@@ -29,6 +41,9 @@ class Environment(Section):
     max_turn_tokens: PositiveInt | None = None
     """A turn of the policy that reaches this length goes to the environment as it is. The whole conversation after its
     first messages has at most `generation.max_response_length` tokens."""
+    calls: dict[str, Pattern] = {}
+    """How the policy calls tools, if not as its chat template says: name of a tool -> a regular expression, whose named
+    groups are its arguments, `{price: '(?P<code>\\w+)\\?'}`."""
     stop: list[str] = []
     """Tokens that end a turn, beside those of the model."""
     reset_s: Seconds = 60.0

@@ -32,6 +32,7 @@ class Adapter:
 
 ADAPTERS = {
     "gym": Adapter("gcore.environments.gym", "gymnasium", "pip install gymnasium"),
+    "mcp": Adapter("gcore.environments.mcp", "mcp", "pip install mcp"),
 }
 
 

@@ -30,8 +30,19 @@ OTHERS = ("evicted",)  # not the fault of the episode: it begins again, and its 
 FINAL = ("context_exceeded",)  # the same again would end the same
 
 
-class BadAnswer(ValueError):
+class Trouble(RuntimeError):
+    """What an adapter raises for a failure with a name of CAUSES."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class BadAnswer(Trouble):
     """The environment answered something else than the protocol says."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("bad_answer", message)
 
 
 @dataclass(frozen=True, slots=True)

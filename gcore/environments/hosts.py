@@ -231,7 +231,8 @@ class _Host:
             pending.future.set_result(value)
         else:
             cause, _, text = str(value).partition(": ")
-            pending.future.set_exception(self._failure(cause, f"{pending.method} raised {text}", trace))
+            where = f"{pending.method} " if cause == "raised" else ""
+            pending.future.set_exception(self._failure(cause, where + text, trace))
 
     async def _live(self) -> None:
         child, hosts = self._child, self.hosts

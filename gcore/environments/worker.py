@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore.environments.adapters import load
-from gcore.environments.base import BadAnswer, Environment, Episode
+from gcore.environments.base import Environment, Episode, Trouble
 from gcore.observe.logs import NOT_USERS
 from gcore.processes import BAD, READY, AsyncCalls, Connection
 from gcore.types import UserError
@@ -63,10 +63,10 @@ def _failure(error: BaseException) -> tuple[str, Any, str]:
     if isinstance(error, asyncio.CancelledError):
         return CANCELLED, "", ""
     trace = "".join(traceback.format_exception(error))[-4000:]
-    if isinstance(error, BadAnswer):
-        return BAD, f"bad_answer: {error}", trace
+    if isinstance(error, Trouble):
+        return BAD, f"{error.cause}: {error}", trace
     text = " ".join(str(error).split())[:300]
-    return BAD, f"raised: {type(error).__name__}{': ' if text else ''}{text}{_line(trace)}", trace
+    return BAD, f"raised: raised {type(error).__name__}{': ' if text else ''}{text}{_line(trace)}", trace
 
 
 def _line(trace: str) -> str:

@@ -10,7 +10,9 @@ What the environment says is masked from the loss. An episode that fails begins 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +120,7 @@ async def _episode(
     while True:
         if rollout.finish == "length" and modality.is_full(rollout.num_steps):
             return _full(trajectory, rollout, spec.on_context)
-        calls = [Call(c.name, c.arguments, c.error) for c in parse_tool_calls(rollout.turn)] if opening.tools else []
+        calls = calls_of(rollout.turn, opening.tools, spec.calls)
         with shared.clock.within("environment"):
             seen = await episode.step(rollout.turn, calls)
         trajectory.add(rollout, seen)
@@ -158,6 +160,28 @@ async def _run(
     trajectory = Trajectory(rollouts[-1])
     trajectory.add(rollouts[-1], seen)
     return trajectory
+
+
+def calls_of(text: str, tools: Sequence[Mapping[str, Any]], patterns: Mapping[str, str]) -> list[Call]:
+    """The tool calls of a turn, in their order: by the patterns of the recipe, or as the chat template writes them."""
+    if not tools:
+        return []
+    if not patterns:
+        return [Call(call.name, call.arguments, call.error) for call in parse_tool_calls(text)]
+    found = [(match.start(), name, match) for name, each in patterns.items() for match in re.finditer(each, text)]
+    types = {tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {}) for tool in tools}
+    return [
+        Call(name, {key: _typed(value, types.get(name, {}).get(key, {})) for key, value in match.groupdict().items()})
+        for _, name, match in sorted(found, key=lambda each: each[:2])
+    ]
+
+
+def _typed(value: str | None, schema: Mapping[str, Any]) -> Any:
+    """A group of a pattern as its schema wants it; what does not fit stays text, and the tool says so."""
+    make = {"integer": int, "number": float}.get(str(schema.get("type")))
+    with contextlib.suppress(TypeError, ValueError):
+        return value if make is None else make(value)  # type: ignore[arg-type]
+    return value
 
 
 def _opening(prompt: Prompt, said: Any) -> Sequence[Message]:

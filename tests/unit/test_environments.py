@@ -18,7 +18,7 @@ from gcore.config.tree import Config
 from gcore.content.text import TextModality
 from gcore.controller.record import check_episodes, environment_row
 from gcore.environments import hosts as hosts_module
-from gcore.environments.base import Observation
+from gcore.environments.base import Call, Observation
 from gcore.environments.hosts import Hosts
 from gcore.environments.own import observation
 from gcore.environments.rows import rows_of
@@ -371,3 +371,77 @@ def test_what_step_may_return():
     assert observation(("x", 1, True)) == Observation("x", 1.0, True)
     assert observation((7, True, False, False, {"a": 1, "b": "text"})) == Observation("7", 1.0, False, {"a": 1.0})
     assert observation(([{"role": "user", "content": "x"}], None, False)).reward is None
+
+
+SERVER = '''
+import os
+from mcp.server import MCPServer
+server = MCPServer("tools")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """The sum."""
+    return a + b
+
+@server.tool()
+def fail() -> str:
+    raise ValueError("oh")
+
+@server.tool()
+def die() -> str:
+    if not os.path.exists("died"):
+        open("died", "w").close()
+        os._exit(3)
+    return "alive"
+
+@server.tool()
+def row() -> str:
+    return os.environ.get("GCORE_SEED", "none")
+
+server.run()
+'''
+
+
+def test_tools_of_an_mcp_server(place):
+    pytest.importorskip("mcp")
+    (place / "server.py").write_text(SERVER)
+    source = f"mcp:python {place}/server.py"
+
+    async def ask(call: Call, **args: Any) -> Observation:
+        hosts = Hosts(Environment(source=source, args={"cwd": str(place), **args}), 1)
+        try:
+            async with hosts.episode() as episode:
+                opening = await episode.reset({"prompt": "1"}, 5)
+                assert [tool["function"]["name"] for tool in opening.tools] == args.get(
+                    "tools", ["add", "fail", "die", "row"]
+                )
+                schema = opening.tools[0]["function"]
+                assert schema["description"] == "The sum." and schema["parameters"]["required"] == ["a", "b"]
+                return await episode.step("", [call])
+        finally:
+            hosts.close()
+
+    async def main() -> None:
+        made = await ask(Call("add", {"a": 2, "b": 3}), tools=["add"])
+        assert made.said == [{"role": "tool", "content": "5"}] and (made.tool_errors, made.done) == (0, False)
+        assert (await ask(Call("fail"))).tool_errors == 1
+        assert (await ask(Call("row"))).said == [{"role": "tool", "content": "none"}]
+        assert (await ask(Call("row"), per_episode=True)).said == [{"role": "tool", "content": "5"}]
+        with pytest.raises(EnvironmentFailure, match=r"is gone: .*\(died\)"):
+            await ask(Call("die"))
+        with pytest.raises(UserError, match=r"environment.args: got tool; expected some of env, cwd"):
+            await ask(Call("die"), tool="x")
+
+    asyncio.run(main())
+
+
+def test_an_mcp_server_that_dies_is_started_again(place, stage):
+    pytest.importorskip("mcp")
+    (place / "server.py").write_text(SERVER)
+    played = stage("Guess", "die[", "die[", "3", calls={"die": r"die\["})
+    args = {"cwd": str(place), "game": f"{place}/games.py:Guess"}
+    played.hosts.spec = played.hosts.spec.model_copy(update={"source": f"mcp:python {place}/server.py", "args": args})
+    (scored,) = played.play()
+    assert scored.rollout.text == "die[;t:alive;a:3" and scored.reward == 1.0
+    counts = played.hosts.take_counts()
+    assert (counts["cause_died"], counts["retried"], counts["tool_calls"]) == (1, 1, 1)
