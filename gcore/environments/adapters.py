@@ -32,6 +32,8 @@ class Adapter:
 
 ADAPTERS = {
     "gym": Adapter("gcore.environments.gym", "gymnasium", "pip install gymnasium"),
+    "verifiers": Adapter("gcore.environments.verifiers", "verifiers", "pip install 'verifiers<0.2'"),
+    "openenv": Adapter("gcore.environments.openenv", "openenv", "pip install openenv"),
     "mcp": Adapter("gcore.environments.mcp", "mcp", "pip install mcp"),
 }
 

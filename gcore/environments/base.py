@@ -6,7 +6,7 @@ environments that talk to the policy themselves:  ──run(row, seed, policy)�
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,7 +100,7 @@ class Environment(Protocol):
 
     runs: bool
 
-    def rows(self, split: str, size: int | None) -> Sequence[Row] | None:
+    def rows(self, split: str, size: int | None) -> Sequence[Row] | Awaitable[Sequence[Row]] | None:
         """Its dataset; None: it has none."""
 
     def episode(self) -> Episode: ...

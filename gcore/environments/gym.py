@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gcore.environments.base import Call, Observation, Opening, Row
-from gcore.environments.own import OwnEpisode, observation
+from gcore.environments.own import EVAL_SEED, ROWS, OwnEpisode, observation
 from gcore.types import UserError
-
-ROWS = 200  # of the dataset, if data.train.size does not say it
-EVAL_SEED = 10**6
 
 
 def load(name: str, args: dict[str, Any]) -> GymEnvironment:

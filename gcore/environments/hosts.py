@@ -259,7 +259,8 @@ class _Host:
         """Fails the calls of a process that has ended."""
         if not self.ready.done():
             if failure and not self.hosts.closed:  # no other process would load it
-                self.ready.set_exception(UserError(f"environment: {failure}"))
+                named = failure if failure.startswith("environment") else f"environment: {failure}"
+                self.ready.set_exception(UserError(named))
             else:
                 self.ready.set_exception(self._failure("not_started", f"its process {self._child.died}"))
             self.ready.exception()  # it may be that nobody waits

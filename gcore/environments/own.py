@@ -3,7 +3,8 @@
     class Game:
         tools = [...]                             optional: functions or names of methods that the policy can call
         def __init__(self, **args): ...           environment.args
-        def rows(self, split): ...                optional: the dataset, rows with `prompt`; of a new object
+        def rows(self, split): ...                optional: the dataset, rows with `prompt`; without it, rows are seeds,
+                                                  if `reset` says something for a seed
         def reset(self, row, seed): ...           optional; None: the row's prompt. Otherwise text or messages
         def step(self, action): ...               the text of a turn -> (said, reward, done), with metrics as a fourth
                                                   value; Gymnasium's five values; or an Observation
@@ -29,6 +30,8 @@ from typing import Any
 from gcore.environments.base import BadAnswer, Call, Observation, Opening, Policy, Row, Said
 from gcore.types import UserError
 
+ROWS = 200  # of an environment without a dataset, if data.train.size does not say it
+EVAL_SEED = 10**6  # the first seed of held-out rows
 EXPECTED = "expected (said, reward, done), (observation, reward, terminated, truncated, info) or an Observation"
 
 
@@ -47,7 +50,7 @@ class OwnEnvironment:
     def rows(self, split: str, size: int | None) -> Sequence[Row] | None:
         made = self._take()
         if not hasattr(made, "rows"):
-            return None
+            return seeds(made, split, size)
         rows = list(made.rows(**_named(made.rows, split=split, size=size)))
         return rows if size is None else rows[:size]
 
@@ -57,6 +60,28 @@ class OwnEnvironment:
     def _take(self) -> Any:
         made, self._first = self._first, None
         return made if made is not None else self._make()
+
+
+def seeds(made: Any, split: str, size: int | None) -> Sequence[Row] | None:
+    """Rows of an environment without a dataset: the prompt of a row is what `reset` says for its seed. None: it has no
+    `reset` that takes a seed, or says nothing."""
+    reset = getattr(made, "reset", None)
+    if reset is None or inspect.iscoroutinefunction(reset) or "seed" not in _named(reset, seed=0):
+        return None
+    first, rows = EVAL_SEED if split == "eval" else 0, list[Row]()
+    for seed in range(first, first + (size or ROWS)):
+        said = opening(reset(**_named(reset, row={}, seed=seed)))
+        if said is None:
+            return None
+        rows.append({"prompt": said, "seed": seed})
+    return rows
+
+
+def opening(said: Any) -> Said:
+    """What `reset` returned: in Gymnasium's style with a dict of information."""
+    if isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], Mapping):
+        said = said[0]
+    return as_said(said)
 
 
 class OwnEpisode:
@@ -76,10 +101,8 @@ class OwnEpisode:
         self._tools = {tool.__name__: tool for tool in tools}
         said = None
         if hasattr(self._game, "reset"):
-            said = await self._call(self._game.reset, row=row, seed=seed)
-            if isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], Mapping):  # Gymnasium: and its info
-                said = said[0]
-        return Opening(as_said(said), schemas(self._tools))
+            said = opening(await self._call(self._game.reset, row=row, seed=seed))
+        return Opening(said, schemas(self._tools))
 
     async def step(self, text: str, calls: Sequence[Call]) -> Observation:
         if calls:

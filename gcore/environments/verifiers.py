@@ -1,6 +1,7 @@
-"""Environments in the style of the library verifiers, by the names of their methods; the library is not needed.
+"""Environments of the library verifiers (0.1), and others in its style, by the names of their methods.
 
-An environment is any object with
+    verifiers:NAME       `verifiers.load_environment(NAME, **environment.args)` of an installed package
+    file.py:NAME         a class or factory of an environment: of the library, or any object with
 
     dataset (or get_dataset())            rows with `prompt` (messages) or `question`, and `answer`, `info`, `task`
     system_prompt, few_shot               optional, before a `question`
@@ -12,27 +13,44 @@ An environment is any object with
                                           `weights`/`reward_weights`)
 
 Methods may be sync or async, and take only those of the arguments that they name. One object serves all episodes of a
-process.
+process. An environment of the library runs its own conversation and its rubric (`run_rollout`), with its own client of
+the policy's endpoint.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gcore.environments.base import BadAnswer, Call, Observation, Opening, Policy, Row
-from gcore.environments.own import numbers_of
+from gcore.environments.base import BadAnswer, Call, Observation, Opening, Policy, Row, Trouble
+from gcore.environments.own import numbers_of, short
 from gcore.types import Message, UserError
+from gcore.user_files import one_line
 
 MAX_TURNS = 10
 State = dict[str, Any]
 
 
+def load(name: str, args: dict[str, Any]) -> VerifiersEnvironment:
+    import verifiers
+
+    if not hasattr(verifiers, "load_environment"):
+        raise UserError(
+            f"environment.source=verifiers:{name}: verifiers {getattr(verifiers, '__version__', '')} has no "
+            "load_environment; expected version 0.1 (pip install 'verifiers<0.2')"
+        )
+    try:
+        return VerifiersEnvironment(verifiers.load_environment(name, **args))
+    except Exception as error:
+        raise UserError(f"environment.source=verifiers:{name}: {one_line(error)} (got args {args})") from error
+
+
 class VerifiersEnvironment:
     def __init__(self, env: Any) -> None:
         self.env = env
-        self.runs = not hasattr(env, "env_response") and hasattr(env, "rollout")
+        self.runs = hasattr(env, "run_rollout") or (not hasattr(env, "env_response") and hasattr(env, "rollout"))
 
     def rows(self, split: str, size: int | None) -> Sequence[Row]:
         rows = environment_rows(self.env, split)
@@ -69,6 +87,8 @@ class VerifiersEpisode:
         """The environment runs the conversation with a client, whose requests are recorded."""
         from openai import AsyncOpenAI
 
+        if hasattr(self.env, "run_rollout"):
+            return await self._by_library(row, policy)
         async with AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0) as client:
             state = new_state(row)
             given = {"input": dict(row), "client": client, "model": policy.model, "sampling_args": {**policy.sampling}}
@@ -79,6 +99,17 @@ class VerifiersEpisode:
             case dict():
                 state |= answer
         return await scored(self.env, state)
+
+    async def _by_library(self, row: Row, policy: Policy) -> Observation:
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        async with AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0) as client:
+            given = OpenAIChatCompletionsClient(client)
+            made = await self.env.run_rollout({"example_id": 0, **row}, given, policy.model, dict(policy.sampling))
+        if error := made.get("error"):
+            raise Trouble("raised", f"{type(self.env).__name__}: {short(error)}")
+        return Observation(None, _reward(made.get("reward"), self.env), True, numbers_of(made.get("metrics") or {}))
 
     async def close(self) -> None:
         pass
@@ -141,9 +172,13 @@ async def scored(env: Any, state: State) -> Observation:
         values = [float(await _call(function, **given)) for function in functions]
         metrics = {function.__name__: value for function, value in zip(functions, values, strict=True)}
         reward = sum(value * weight for value, weight in zip(values, weights, strict=True))
-    if not isinstance(reward, int | float):
-        raise BadAnswer(f"{type(rubric).__name__}.score_rollout gave the reward {reward!r}; expected a number")
-    return Observation(None, float(reward), True, numbers_of(metrics))
+    return Observation(None, _reward(reward, rubric), True, numbers_of(metrics))
+
+
+def _reward(value: Any, maker: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadAnswer(f"{type(maker).__name__} gave the reward {short(value)}; expected a finite number")
+    return float(value)
 
 
 def _field(value: Any, name: str) -> Any:

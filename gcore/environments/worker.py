@@ -9,6 +9,7 @@ their episode. The calls of one episode run one after the other.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import sys
 import traceback
@@ -46,7 +47,10 @@ class _Episodes:
     async def answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> Any:
         """`number`: of the episode; 0: a question to the environment itself."""
         if not number:
-            return self.environment.runs if method == "runs" else self.environment.rows(*arguments)
+            if method == "runs":
+                return self.environment.runs
+            rows = await asyncio.to_thread(self.environment.rows, *arguments)
+            return await rows if inspect.isawaitable(rows) else rows
         if method == "close" and number not in self.open:
             return None
         if number not in self.open:

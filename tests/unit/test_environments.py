@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,11 @@ class Runs:
     async def rollout(self, client, model, prompt, answer, **_):
         said = await client.chat.completions.create(model=model, messages=prompt)
         return said.choices[0].message.content, {"note": 1}
+
+class Seeded:
+    """In the style of Gymnasium, without a dataset."""
+    def reset(self, seed=None): return f"seed {seed}", {}
+    def step(self, action): return "x", 1.0, True, False, {}
 
 def broken(): raise RuntimeError("no licence")
 def nothing(): return object()
@@ -355,6 +362,80 @@ def test_a_recipe_with_an_environment_needs_little_else():
     assert config.data.eval_sets[""].args == {"source": "a.py:B", "args": {}, "split": "eval", "size": 9}
     with pytest.raises(UserError, match=r"environment.source"):
         validate({**tree, "data": data, "rewards": rewards, "environment": {}}, "recipe", Config)
+
+
+def test_an_environment_without_a_dataset_has_seeds_as_rows(place):
+    assert rows_of(f"{place}/games.py:Seeded", size=2) == [
+        {"prompt": "seed 0", "seed": 0},
+        {"prompt": "seed 1", "seed": 1},
+    ]
+    (row,) = rows_of(f"{place}/games.py:Seeded", split="eval", size=1)
+    assert row["seed"] == 10**6
+
+
+def test_an_environment_of_gymnasium(stage):
+    pytest.importorskip("gymnasium")
+    source, args = "gym:FrozenLake-v1", {"is_slippery": False}
+    assert rows_of(source, args, size=1) == [{"prompt": "0", "seed": 0}]
+    played = stage("Guess", *"221", "go 1", "x", "12", "1", "2")
+    played.hosts.spec = played.hosts.spec.model_copy(update={"source": source, "args": args})
+    stops = (played.world.tokenizer.eos_token_id,)
+    played.world.ctx.shared.modality = TextModality(Generation(max_response_length=600), played.world.tokenizer, stops)
+    (scored,) = played.play()
+    assert scored.reward == 1.0 and "is no action; expected a number from 0 to 3" in scored.rollout.text
+    with pytest.raises(UserError, match=r"environment.source=gym:Nope-v1: Environment"):
+        rows_of("gym:Nope-v1")
+
+
+def test_an_environment_of_openenv(stage):
+    """Its server runs in this process."""
+    pytest.importorskip("openenv")
+    import uvicorn
+    from openenv.core.env_server.http_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment as Served
+    from openenv.core.env_server.types import Action, State
+    from openenv.core.env_server.types import Observation as Seen
+
+    class Said(Action):
+        text: str
+
+    class Heard(Seen):
+        answer: str = ""
+
+    class Echo(Served):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed: Any = None, episode_id: Any = None, **_: Any) -> Heard:
+            return Heard(answer=f"seed {seed}", done=False, reward=0.0)
+
+        def step(self, action: Said, **_: Any) -> Heard:
+            return Heard(answer=action.text + "!", done=action.text == "3", reward=float(action.text == "3"))
+
+        @property
+        def state(self) -> State:
+            return State()
+
+    server = uvicorn.Server(
+        uvicorn.Config(create_fastapi_app(Echo, Said, Heard), host="127.0.0.1", port=0, log_level="error")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    url = f"openenv:http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    args = {"action": "text", "say": "answer"}
+    assert rows_of(url, args, size=2)[1] == {"prompt": "seed 1", "seed": 1}
+    played = stage("Guess", "1", "3")
+    played.hosts.spec = played.hosts.spec.model_copy(update={"source": url, "args": args})
+    (scored,) = played.play(seed=4)
+    assert scored.reward == 1.0 and scored.rollout.text == "1;u:1;a:3"  # the alphabet has no !
+    assert played.world.engines.requests[0].content.tokens_T.tolist() == played.world.ids("u:seed 4;a:")
+    server.should_exit = True
+    thread.join(timeout=10)
+    broken = stage("Guess", "1", retries=0)
+    broken.hosts.spec = broken.hosts.spec.model_copy(update={"source": url, "args": args})
+    with pytest.raises(EnvironmentFailure, match="raised"):
+        broken.play()
 
 
 def test_metrics_and_the_budget_of_a_step():
