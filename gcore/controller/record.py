@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gcore.config.environments import Environment
+from gcore.config.secrets import hide
 from gcore.config.tree import Config
 from gcore.controller.prompt_ledger import REWARD_ERROR, Collected
 from gcore.generation.pool import EnginePool
@@ -70,7 +71,7 @@ class Recorder:
             {
                 "step": step,
                 **(offline_row if config.is_offline else rollout_row)(gathered, metas),
-                **(environment_row(_sum_counts(gathered, "environment")) if environment is not None else {}),
+                **(self._environment_row(gathered) if environment is not None else {}),
                 **actor_row(rank_stats),
                 **(services.dispatcher.balance_metrics if rank_stats else {}),
                 **services.placement.row(),
@@ -91,6 +92,11 @@ class Recorder:
         if config.checkpoint.on_failure == "stop" and (unwritten := problem(config.run.folder)):
             raise UserError(f"{unwritten}; free some space, then run.resume=auto (checkpoint.on_failure=stop)")
         status.finished(step)
+
+    def _environment_row(self, gathered: Sequence[dict[str, Any]]) -> Row:
+        spec = self._services.config.environment
+        row = environment_row(_sum_counts(gathered, "environment"))
+        return {"environment/source": hide(spec.source), **row} if spec is not None else row
 
     def _take_links(self) -> Counter[tuple[Link, LinkScope]]:
         services = self._services
