@@ -231,7 +231,7 @@ class Scored:
     parts: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # answers of judges, for people to read
     baseline: float | None = None  # reward of a greedy response to the prompt, if the estimator needs it (ReMax)
-    step_rewards_S: Floats | None = None  # of teachers, per step: they are added to the advantages
+    step_rewards_S: Floats | None = None  # of teachers and of turns, per step: they are added to the advantages
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from gcore.config.objects import FunctionPath
 
 WORKFLOW = "gcore.workflows.environment:episodes"
 ROWS = "gcore.environments.rows:rows_of"
+TURN_CREDIT = {"grpo": True, "dr_grpo": False}  # estimators that can compare turns; whether they divide by the spread
 REWARD = "environment"  # name of the reward that an environment gives
 
 
@@ -46,6 +47,11 @@ class Environment(Section):
     groups are its arguments, `{price: '(?P<code>\\w+)\\?'}`."""
     stop: list[str] = []
     """Tokens that end a turn, beside those of the model."""
+    credit: Literal["episode", "turn"] = "episode"
+    """What the tokens of a turn are credited with. `episode`: the reward of the whole episode; `turn`: what the turn
+    and those after it have earned, compared with the same turn of the siblings, see docs/environments.md."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """With `credit: turn`: a reward counts so much less for each turn that lies between."""
     reset_s: Seconds = 60.0
     """Time for the begin of an episode."""
     step_s: Seconds = 30.0

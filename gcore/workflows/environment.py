@@ -16,7 +16,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gcore.config.environments import REWARD
+import numpy as np
+import numpy.typing as npt
+
+from gcore.config.environments import REWARD, TURN_CREDIT
 from gcore.content.text import PromptTooLong, text_modality
 from gcore.environments.base import FINAL, OTHERS, Call, Observation, Policy
 from gcore.environments.hosts import EpisodeClient, Hosts
@@ -28,6 +31,7 @@ from gcore.workflows.tools import parse_tool_calls
 if TYPE_CHECKING:
     from gcore.workflows.context import SampleContext
 
+EPSILON = 1e-6  # as in preparation/advantages.py
 MOST_EVICTIONS = 20  # of one sample: a safety net, since they are not counted as retries
 
 
@@ -36,19 +40,25 @@ class Trajectory:
     """One sample: its rollout, and what each of its turns has earned."""
 
     rollout: Rollout
-    rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # steps until the end of a turn, reward
+    ends: list[int] = dataclasses.field(default_factory=list)  # steps until the end of each turn
+    rewards: list[float] = dataclasses.field(default_factory=list)  # of each turn
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    turns: int = 0
+    measured: bool = False  # the environment gave a reward
 
     def add(self, rollout: Rollout, seen: Observation) -> None:
-        self.rollout, self.turns = rollout, self.turns + 1
+        self.rollout = rollout
+        self.ends.append(rollout.num_steps)
+        self.rewards.append(seen.reward or 0.0)
         self.metrics |= seen.metrics
-        if seen.reward is not None:
-            self.rewards.append((rollout.num_steps, seen.reward))
+        self.measured = self.measured or seen.reward is not None
+
+    @property
+    def turns(self) -> int:
+        return len(self.ends)
 
     @property
     def reward(self) -> float | None:
-        return sum(reward for _, reward in self.rewards) if self.rewards else None
+        return sum(self.rewards) if self.measured else None
 
 
 async def episodes(ctx: Any, prompt: Prompt) -> list[Scored]:
@@ -232,10 +242,71 @@ async def _scored(ctx: SampleContext, made: Sequence[Trajectory], hosts: Hosts) 
             reward = 0.0  # it ended before the environment measured anything
         parts = {REWARD: reward, **metrics} if by_environment and reward is not None else dict(metrics)
         own[trajectory.rollout.sibling] = (reward if by_environment and reward is not None else 0.0), parts
-    if not config.rewards.sources:
-        return [Scored(t.rollout, own[t.rollout.sibling][0], own[t.rollout.sibling][1]) for t in made]
+    rollouts = [trajectory.rollout for trajectory in made]
+    judged = await ctx.reward(rollouts) if config.rewards.sources else [Scored(rollout, 0.0) for rollout in rollouts]
     scored = []
-    for one in await ctx.reward([trajectory.rollout for trajectory in made]):
+    for one in judged:
         reward, parts = own[one.rollout.sibling]
         scored.append(dataclasses.replace(one, reward=one.reward + reward, parts={**one.parts, **parts}))
+    if hosts.spec.credit == "turn":
+        of_sibling = {trajectory.rollout.sibling: trajectory for trajectory in made}
+        turns = [of_sibling[one.rollout.sibling] for one in scored]
+        return with_turn_credit(scored, turns, hosts.spec.discount, TURN_CREDIT.get(config.algorithm.adv_estimator))
     return scored
+
+
+def with_turn_credit(
+    scored: Sequence[Scored], made: Sequence[Trajectory], discount: float, divides: bool | None
+) -> list[Scored]:
+    """With rewards of the steps (Scored.step_rewards_S), which trainers add to the advantages, so that the tokens of a
+    turn are credited with what it and later turns have earned. Rewards of the recipe belong to the last turn.
+
+    `divides`: whether the estimator divides by the spread of the group. Then A_k = (G_k - mean G_k) / spread, where G_k
+    are the discounted rewards from turn k on, and the mean is over the siblings that have such a turn. None: the
+    estimator takes a reward per step and discounts it itself; each turn's reward moves to its last token.
+    """
+    earned = []
+    for one, trajectory in zip(scored, made, strict=True):
+        rewards = np.array(trajectory.rewards or [0.0], np.float64)
+        rewards[-1] += one.reward - rewards.sum()
+        earned.append(rewards)
+    if divides is None:
+        return [_with_steps(one, _moved(r, one, t)) for one, t, r in zip(scored, made, earned, strict=True)]
+    totals = np.array([one.reward for one in scored], np.float64)
+    returns = [_returns(rewards, discount) for rewards in earned]
+    spread = 1.0
+    if divides and len(totals) > 1:  # that of equal totals is 0: then of all returns
+        spread = float(totals.std(ddof=1) or np.concatenate(returns).std() or 1.0) + EPSILON
+    credited = []
+    for one, trajectory, own in zip(scored, made, returns, strict=True):
+        means = np.array([np.mean([other[k] for other in returns if len(other) > k]) for k in range(len(own))])
+        more = ((own - means) - (one.reward - totals.mean())) / spread
+        starts = [0, *trajectory.ends]
+        steps_S = np.zeros(one.rollout.num_steps)
+        for k, value in enumerate(more):
+            last = k == len(more) - 1
+            steps_S[starts[k] : one.rollout.num_steps if last else starts[k + 1]] = value
+        credited.append(_with_steps(one, steps_S))
+    return credited
+
+
+def _returns(rewards: npt.NDArray[np.float64], discount: float) -> npt.NDArray[np.float64]:
+    returns, after = np.zeros_like(rewards), 0.0
+    for k in reversed(range(len(rewards))):
+        returns[k] = after = rewards[k] + discount * after
+    return returns
+
+
+def _moved(rewards: npt.NDArray[np.float64], one: Scored, trajectory: Trajectory) -> npt.NDArray[np.float64]:
+    """From the last action, which has the whole reward, to the last action of each turn."""
+    steps_S, actions = np.zeros(one.rollout.num_steps), np.flatnonzero(one.rollout.mask_S)
+    for end, reward in zip(trajectory.ends[:-1], rewards[:-1], strict=True):
+        steps_S[actions[actions < end][-1]] += reward
+        steps_S[actions[-1]] -= reward
+    return steps_S
+
+
+def _with_steps(one: Scored, steps_S: npt.NDArray[np.float64]) -> Scored:
+    before = 0.0 if one.step_rewards_S is None else one.step_rewards_S
+    masked_S = np.where(one.rollout.mask_S, steps_S, 0.0)
+    return dataclasses.replace(one, step_rewards_S=(masked_S + before).astype(np.float32))

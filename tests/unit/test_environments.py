@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gcore.config.environments import ROWS, Environment
@@ -24,9 +25,13 @@ from gcore.environments.base import Call, Observation
 from gcore.environments.hosts import Hosts
 from gcore.environments.own import observation
 from gcore.environments.rows import rows_of
+from gcore.preparation.advantages import GroupScores, grpo
+from gcore.training.step_advantages import generalized, step_rewards
 from gcore.types import EnvironmentFailure, Scored, UserError
 from gcore.workflows import play
+from gcore.workflows.environment import Trajectory, with_turn_credit
 from tests.e2e.helpers import RECIPE
+from tests.unit.rollouts import scored as scored_sample
 from tests.unit.test_endpoint import World
 
 GAMES = '''
@@ -446,6 +451,67 @@ def test_metrics_and_the_budget_of_a_step():
     check_episodes(spec, 3, hosts_module.Counter(counts))
     with pytest.raises(UserError, match=r"step 3: 3 of 4 episodes of environment.source=a.py:B failed \(died 1, hun"):
         check_episodes(spec.model_copy(update={"max_failed_frac": 0.5}), 3, hosts_module.Counter(counts))
+
+
+def trajectories(*rewards: list[float]) -> tuple[list[Scored], list[Trajectory]]:
+    """Each turn has two tokens of the policy, and between two turns the environment says one."""
+    made, group = [], []
+    for sibling, own in enumerate(rewards):
+        mask_S = np.array(([True, True, False] * len(own))[:-1])
+        rollout = dataclasses.replace(scored_sample(7, sibling).rollout, mask_S=mask_S)
+        made.append(Trajectory(rollout, [3 * k + 2 for k in range(len(own))], list(own), measured=True))
+        group.append(Scored(rollout, sum(own)))
+    return group, made
+
+
+def test_turns_are_credited_with_what_they_and_later_ones_earned():
+    group, made = trajectories([1.0, 0.0], [0.0, 1.0, 2.0])
+    first, second = with_turn_credit(group, made, 0.5, divides=False)
+    # G: 1, 0 and 0 + 0.5 + 0.5 = 1, 1 + 1 = 2, 2; means by turn: 1, 1, 2; A - A_episode, which is -1 and 1
+    assert first.step_rewards_S.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert second.step_rewards_S.tolist() == [-1.0, -1.0, 0.0, 0.0, 0.0, 0.0, -1.0, -1.0]
+    spread = np.std([1.0, 3.0], ddof=1) + 1e-6
+    first, second = with_turn_credit(group, made, 0.5, divides=True)
+    advantages = grpo(GroupScores(np.array([1.0, 3.0]), np.array([4.0, 6.0])))
+    assert advantages[1] + second.step_rewards_S[3] == pytest.approx(1 / spread)  # (2 - 1) / spread
+    assert advantages[0] + first.step_rewards_S[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_equal_rewards_of_episodes_still_have_turns():
+    group, made = trajectories([1.0, 0.0], [0.0, 1.0])
+    first, second = with_turn_credit(group, made, 1.0, divides=True)
+    assert first.step_rewards_S[0] == 0 and first.step_rewards_S[3] == -second.step_rewards_S[3] < 0
+
+
+def test_estimators_with_a_reward_per_step_get_that_of_each_turn():
+    group, made = trajectories([1.0, 2.0, 4.0])
+    (one,) = with_turn_credit([dataclasses.replace(group[0], reward=8.0)], made, 1.0, divides=None)  # 1 of the recipe
+    steps_S = one.step_rewards_S + step_rewards(8.0, one.rollout.mask_S)
+    assert steps_S.tolist() == [0, 1.0, 0, 0, 2.0, 0, 0, 5.0]
+    found = generalized({(7, 0): steps_S}, None, {(7, 0): one.rollout.mask_S}, 1.0, 1.0)[7, 0]
+    assert found[one.rollout.mask_S].tolist() == [8.0, 8.0, 7.0, 7.0, 5.0, 5.0]
+
+
+def test_turns_that_an_episode_earned_reach_the_samples(stage):
+    played = stage("Told", "1", "3", credit="turn", discount=0.5, least=1)
+    (one,) = played.play()
+    assert one.reward == 1.0 and one.step_rewards_S is not None and len(one.step_rewards_S) == one.rollout.num_steps
+
+
+def test_credit_and_estimator_must_fit():
+    tree = {**RECIPE, "environment": {"source": "a.py:B", "credit": "turn"}}
+    for algorithm, message in (
+        ({"adv_estimator": "rloo"}, "environment.credit=turn: got algorithm.adv_estimator=rloo; expected one of grpo"),
+        ({"adv_estimator": "grpo"}, None),
+        ({"adv_estimator": "gae"}, None),
+    ):
+        if message is None:
+            validate({**tree, "algorithm": algorithm}, "recipe", Config)
+            continue
+        with pytest.raises(UserError, match=message):
+            validate({**tree, "algorithm": algorithm}, "recipe", Config)
+    with pytest.raises(UserError, match=r"environment.discount=0.5 needs environment.credit=turn"):
+        validate({**RECIPE, "environment": {"source": "a.py:B", "discount": 0.5}}, "recipe", Config)
 
 
 def test_what_step_may_return():
