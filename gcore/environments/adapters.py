@@ -32,7 +32,7 @@ class Adapter:
 
 ADAPTERS = {
     "gym": Adapter("gcore.environments.gym", "gymnasium", "pip install gymnasium"),
-    "verifiers": Adapter("gcore.environments.verifiers", "verifiers", "pip install 'verifiers<0.2'"),
+    "verifiers": Adapter("gcore.environments.verifiers", "verifiers", "pip install verifiers"),
     "openenv": Adapter("gcore.environments.openenv", "openenv", "pip install openenv"),
     "mcp": Adapter("gcore.environments.mcp", "mcp", "pip install mcp"),
 }

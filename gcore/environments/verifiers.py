@@ -33,14 +33,13 @@ MAX_TURNS = 10
 State = dict[str, Any]
 
 
-def load(name: str, args: dict[str, Any]) -> VerifiersEnvironment:
+def load(name: str, args: dict[str, Any]) -> Any:
     import verifiers
 
-    if not hasattr(verifiers, "load_environment"):
-        raise UserError(
-            f"environment.source=verifiers:{name}: verifiers {getattr(verifiers, '__version__', '')} has no "
-            "load_environment; expected version 0.1 (pip install 'verifiers<0.2')"
-        )
+    if not hasattr(verifiers, "load_environment"):  # since 0.2
+        from gcore.environments.verifiers_v1 import load as load_v1
+
+        return load_v1(name, args)
     try:
         return VerifiersEnvironment(verifiers.load_environment(name, **args))
     except Exception as error:

@@ -24,7 +24,7 @@ from gcore.content.text import PromptTooLong, text_modality
 from gcore.environments.base import FINAL, OTHERS, Call, Observation, Policy
 from gcore.environments.hosts import EpisodeClient, Hosts
 from gcore.generation.noise import noise_key
-from gcore.types import EnvironmentFailure, Message, Prompt, Rollout, Scored, UserError
+from gcore.types import Bools, EnvironmentFailure, Message, Prompt, Rollout, Scored, UserError
 from gcore.workflows.endpoint import Session
 from gcore.workflows.tools import parse_tool_calls
 
@@ -159,7 +159,7 @@ async def _run(
     sampling: Mapping[str, Any],
 ) -> Trajectory:
     """The environment talks to the policy itself, by a session of the endpoint."""
-    shared = ctx.shared
+    shared, counts = ctx.shared, episode.host.hosts.counts
     session = Session(ctx, text_modality(shared.modality, "environment"), prompt, sibling)
     async with shared.endpoint.open([session]):
         policy = Policy(session.base_url, session.api_key, session.model, sampling)
@@ -169,7 +169,13 @@ async def _run(
         raise EnvironmentFailure("agent_crashed", "the environment ended without a request to the policy")
     trajectory = Trajectory(rollouts[-1])
     trajectory.add(rollouts[-1], seen)
+    counts["turns"] += num_turns(rollouts[-1].mask_S)
     return trajectory
+
+
+def num_turns(mask_S: Bools) -> int:
+    """Of the policy: runs of its steps."""
+    return int(np.count_nonzero(np.diff(mask_S.astype(np.int8), prepend=0) == 1))
 
 
 def calls_of(text: str, tools: Sequence[Mapping[str, Any]], patterns: Mapping[str, str]) -> list[Call]:

@@ -328,7 +328,7 @@ def test_an_environment_with_its_own_rollout_gets_a_client(stage):
     pytest.importorskip("openai")
     played = stage("Runs", "4", "5")
     group = played.play(n=2, answer="4", prompt=[{"role": "user", "content": "1"}])
-    assert sorted(s.reward for s in group) == [0.0, 2.0]
+    assert sorted(s.reward for s in group) == [0.0, 2.0] and played.hosts.take_counts() == {"episodes": 2, "turns": 2}
     made = sorted(made.content.tokens_S.tolist() for made in played.world.engines.made)
     assert sorted(s.rollout.content.tokens_S.tolist() for s in group) == made
 
