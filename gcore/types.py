@@ -86,6 +86,18 @@ class SessionLeft(WorkflowError):
     reason = "session_left"
 
 
+class EnvironmentFailure(WorkflowError):
+    """An episode of an environment failed. `cause`: a name in environments/base.py. Its sample begins again, or is
+    dropped and counted; it never becomes a zero."""
+
+    reason = "environment_error"
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.suspect = False  # its process died, with other episodes in it
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """How trainer ranks divide a model: those of a tensor group are neighbours, then come the data-parallel ranks of a
@@ -244,7 +256,7 @@ class Scored:
     parts: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # answers of judges, for people to read
     baseline: float | None = None  # reward of a greedy response to the prompt, if the estimator needs it (ReMax)
-    step_rewards_S: Floats | None = None  # of teachers, per step: they are added to the advantages
+    step_rewards_S: Floats | None = None  # of teachers and of turns, per step: they are added to the advantages
     segment_rewards: Sequence[float] = ()  # of each segment of rollout.trajectory; empty: all have `reward`
 
 

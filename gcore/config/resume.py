@@ -36,6 +36,7 @@ FREE = (
     *("*.sleep", "*.timeout_s", "*.retries", "*.attempts", "*.replicas", "*.workers", "*.recycle_after"),
     *("sandbox.pool", "sandbox.at_once"),
     *("*.max_error_frac", "*.token_env", "*.url"),
+    *(f"environment.{name}" for name in ("processes", "concurrency", "*_s", "max_failed_frac")),
 )
 UNSET = "not set"
 

@@ -17,6 +17,7 @@ from gcore.config.base import Auto, PolicyModel, PositiveInt, Section
 from gcore.config.contradictions import check
 from gcore.config.data import Data
 from gcore.config.denoising import implied_by_denoising
+from gcore.config.environments import Environment, implied_by_environment
 from gcore.config.generation import Generation
 from gcore.config.objects import FunctionPath
 from gcore.config.placement import Placement
@@ -43,7 +44,10 @@ class Config(Section):
     """`ray`: one process per replica or rank, on one machine or several (RAY_ADDRESS joins a cluster); `local`:
     everything in one process, all controllers too, for debuggers."""
     workflow: FunctionPath = "gcore.workflows.context:generate_and_reward"
-    """The function that makes a group of samples, `file.py:NAME` or `package.module:NAME`, see docs/extending.md."""
+    """The function that makes a group of samples, `file.py:NAME` or `package.module:NAME`, see docs/extending.md. With
+    `environment`, the default plays in it."""
+    environment: Environment | None = None
+    """An environment that the policy acts in over several turns, see docs/environments.md."""
     objective: Objective = "policy"
     """What is trained. `policy`: reinforcement learning with `algorithm`; `sft`: the answers of the dataset; all
     others: pairs of answers, by the loss of this name, see docs/preference.md. `reward_model`: a scalar
@@ -131,6 +135,7 @@ class Config(Section):
         """The keys that a recipe does not set, and that others of its keys imply."""
         if not isinstance(tree, dict):
             return tree
+        tree = {**implied_by_environment(tree)}
         tree = _filled(tree, implied_by_pairs(tree))
         tree = _filled(tree, implied_by_denoising(tree))
         return _filled(tree, implied_by_preset(tree, Generation.model_fields["max_response_length"].default))

@@ -73,6 +73,15 @@ class TextModality:
             keep_experts,
         )
 
+    @property
+    def chats(self) -> bool:
+        """There is a chat template for messages."""
+        return bool(self._tokenizer.chat_template)
+
+    def is_full(self, num_steps: int) -> bool:
+        """A sample of so many steps has no room for another one."""
+        return num_steps >= self._max_tokens
+
     def params(self, given: Mapping[str, Any], *, greedy: bool) -> SamplingParams:
         return self._override(given, None, greedy)
 

@@ -27,10 +27,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from gcore.types import RewardError, Scored, SessionLeft, WorkflowError
+from gcore.types import EnvironmentFailure, RewardError, Scored, SessionLeft, WorkflowError
 
 REWARD_ERROR, NO_SPREAD = RewardError.reason, "no_spread"
-FAILURES = (REWARD_ERROR, WorkflowError.reason, SessionLeft.reason)  # counted against rewards.max_error_frac
+# counted against rewards.max_error_frac
+FAILURES = (REWARD_ERROR, WorkflowError.reason, SessionLeft.reason, EnvironmentFailure.reason)
 
 
 @dataclass(frozen=True, slots=True)

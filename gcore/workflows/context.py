@@ -25,6 +25,7 @@ import numpy as np
 from gcore.config.tree import Config
 from gcore.content.base import Content, Modality
 from gcore.content.text import TextModality, last_turn, text_modality
+from gcore.environments.hosts import Hosts
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.prompts.answers import ANSWERS, LABEL
@@ -104,8 +105,11 @@ class ForAgents:
 
     endpoint: Endpoint  # the policy by HTTP, of workflows that call `serve`
     sandboxes: SandboxPool | None = None
+    environment: Hosts | None = None  # processes of `environment`
 
     async def close(self) -> None:
+        if self.environment is not None:
+            self.environment.close()
         if self.sandboxes is not None:
             await self.sandboxes.close()
         await self.endpoint.close()
@@ -129,9 +133,11 @@ class SharedContext:
         version: Callable[[], int] = lambda: 0,
         agents: ForAgents | None = None,
     ) -> None:
+        self.config = config
         self.pool, self.rewarder, self.modality, self.greedy = pool, rewarder, modality, greedy
         self.agents = agents or ForAgents(Endpoint(config.endpoint))
         self.endpoint, self.sandboxes = self.agents.endpoint, self.agents.sandboxes
+        self.environment = self.agents.environment
         self.version, self.objective = version, config.objective
         self.evaluates = greedy or attempt is not None
         self.noise_root = (config.run.seed,) if attempt is None else (config.run.seed, "eval", attempt)
@@ -166,6 +172,10 @@ class SampleContext:
         self._issued = 0  # siblings drawn so far
         self._branches: Counter[tuple[int, int]] = Counter()  # number of branches from (sibling, step)
 
+    @property
+    def shared(self) -> SharedContext:
+        return self._shared
+
     async def generate(
         self,
         prompt: Prompt,
@@ -186,7 +196,7 @@ class SampleContext:
         if messages is not None or tools is not None:
             modality = text_modality(shared.modality, "ctx.generate with messages or tools")
             content = modality.opening(prompt.messages if messages is None else messages, tools)
-        siblings = self._issue(shared.n if n is None or shared.evaluates else n)
+        siblings = self.issue(n)
         return await self.first_turn(prompt, siblings, content, params)
 
     @contextlib.asynccontextmanager
@@ -196,7 +206,7 @@ class SampleContext:
         What the agent samples in a session is recorded as a rollout, `session.rollout`: see workflows/endpoint.py.
         """
         shared = self._shared
-        siblings = self._issue(shared.n if n is None or shared.evaluates else n)
+        siblings = self.issue(n)
         modality = text_modality(shared.modality, "ctx.serve")
         sessions = [Session(self, modality, prompt, sibling) for sibling in siblings]
         async with shared.endpoint.open(sessions):
@@ -242,7 +252,8 @@ class SampleContext:
                 "of demonstrations or pairs (keys: workflow, objective)"
             )
         given = [modality.answer(prompt, answer) for answer in answers]
-        outputs, siblings = await modality.outputs([content for content, _ in given]), self._issue(len(given))
+        outputs = await modality.outputs([content for content, _ in given])
+        siblings = self.issue(len(given), exactly=True)
         version = self._shared.version()
         return [
             Rollout(
@@ -314,8 +325,12 @@ class SampleContext:
         with self._shared.clock.within("rewarding"):
             return await self._shared.rewarder.ask(judge, messages, ("ask", digest, draw), **params)
 
-    def _issue(self, n: int) -> range:
-        first, self._issued = self._issued, self._issued + n
+    def issue(self, n: int | None, exactly: bool = False) -> range:
+        """Numbers of `n` more siblings (default: sampling.samples_per_prompt); in evaluations of one, if not
+        `exactly`."""
+        if not exactly:
+            n = self._shared.n if n is None or self._shared.evaluates else n
+        first, self._issued = self._issued, self._issued + (n or 0)
         return range(first, self._issued)
 
     async def next_turns(

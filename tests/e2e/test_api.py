@@ -157,7 +157,7 @@ def test_examples_of_environments_and_tools(tmp_path, monkeypatch, example):
     found = steps(result.rows)
     assert len(found) == 2 and all(row["rollout/logprob_diff_mean"] < 1e-5 for row in found)
     if example == "number_game":
-        assert {"reward/rubric", "reward/found", "reward/fast"} <= found[0].keys()
+        assert {"reward/environment", "reward/found", "reward/fast", "environment/turns"} <= found[0].keys()
         assert found[0]["response_length/max"] > 2
 
 
