@@ -592,3 +592,22 @@ def test_an_mcp_server_that_dies_is_started_again(place, stage):
     assert scored.rollout.text == "die[;t:alive;a:3" and scored.reward == 1.0
     counts = played.hosts.take_counts()
     assert (counts["cause_died"], counts["retried"], counts["tool_calls"]) == (1, 1, 1)
+
+
+def test_a_call_to_a_process_whose_socket_is_closed_is_a_failure(place):
+    """The transport closes before the end of the process is known. uvloop raises if it is written to then."""
+    uvloop = pytest.importorskip("uvloop")
+    hosts = Hosts(Environment(source=f"{place}/games.py:Guess"), 1)
+
+    async def main() -> None:
+        for yields in range(4):  # the handle is closed in one of the next turns of the loop
+            async with hosts.episode() as episode:
+                await episode.reset({"prompt": "1"}, 0)
+                episode.host._child._writer.transport.abort()
+                for _ in range(yields):
+                    await asyncio.sleep(0)
+                with pytest.raises(EnvironmentFailure, match="its process"):
+                    await episode.step("1", [])
+        hosts.close()
+
+    uvloop.run(main())
