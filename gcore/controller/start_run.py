@@ -194,7 +194,9 @@ async def _resume(services: Services) -> RunPosition:
     if services.controllers.rank == 0:
         rewind(folder, position.step, position.warmed)
         checkpointer.set_aside_later(position)
-    services.status.note(f"resumed from {checkpoint} at {position}")
+    again = services.collector.begun_again
+    begins = f"; {again} prompts that were in progress begin again" if again else ""
+    services.status.note(f"resumed from {checkpoint} at {position}{begins}")
     return position
 
 
