@@ -194,7 +194,7 @@ class PromptLedger:
         """Running -> Ready."""
         ready = Ready(group)
         self._move(number, ready)
-        tokens = sum(s.rollout.num_steps for s in group)
+        tokens = sum(s.rollout.length for s in group)
         self._decided[number] = Decision([s.reward for s in group], tokens, len(group))
         self.unreported.kept.append((number, ready.version))
 

@@ -129,7 +129,7 @@ def local_sums(collected: Collected, config: Config, version: int, aborted: tupl
     """
     scored = [s for group in collected.groups for s in group]
     rewards = [s.reward for s in scored]
-    lengths = [s.rollout.num_steps for s in scored]
+    lengths = [s.rollout.length for s in scored]
     parts: dict[str, list[float]] = {}
     for s in scored:
         for name, value in s.parts.items():
@@ -155,7 +155,7 @@ def local_sums(collected: Collected, config: Config, version: int, aborted: tupl
         "drawn": collected.drawn,
         "dropped": dict(collected.dropped),
         "pending": collected.pending,
-        "age": sum(int((version - s.rollout.versions_S).sum()) for s in scored),
+        "age": sum(int((version - r.versions_S[r.shared :]).sum()) for s in scored for r in s.rollout.trajectory),
         "max_age": max((version - s.rollout.version for s in scored), default=0),
         "parts": {name: (exact_sum(values), len(values)) for name, values in parts.items()},
         "peak_rss_mb": peak_rss_mb(),
