@@ -30,6 +30,10 @@ class PromptTooLong(UserError):
     """The context of a sample that a workflow has made is too long."""
 
 
+class RewritesHistory(UserError):
+    """The chat template writes earlier turns differently when messages follow: it strips thoughts, for example."""
+
+
 class TextModality:
     """Implements content.base.Modality for language models."""
 
@@ -75,21 +79,35 @@ class TextModality:
         return params
 
     def opening(
-        self, messages: Sequence[Mapping[str, Any]] | str, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]] | str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        has_history: bool = False,
     ) -> Tokens:
-        """Messages are rendered with the chat template, as prompts are; a string is used as it is, after bos."""
+        """Messages are rendered with the chat template, as prompts are; a string is used as it is, after bos.
+        `has_history`: turns of the policy are among them, so they may be as long as a prompt with its response."""
         if isinstance(messages, str):
             self._check_alphabet([messages])
             tokens = np.asarray(self._tokenizer(messages)["input_ids"], dtype=np.int32)
         else:
             self._check_alphabet([message.get("content") for message in messages])
             tokens = self._encode(self._render(messages, add_generation_prompt=True, tools=tools))
-        if len(tokens) > self._max_prompt_tokens:
+        opened = Tokens(tokens, own_context=True)
+        if has_history and self.excess(opened) >= self._max_tokens:
+            raise PromptTooLong(
+                f"the messages are {len(tokens)} tokens; expected less than data.max_prompt_length + "
+                f"generation.max_response_length={self._max_prompt_tokens + self._max_tokens}"
+            )
+        if self.excess(opened) and not has_history:
             raise PromptTooLong(
                 f"the messages are {len(tokens)} tokens; expected at most data.max_prompt_length="
                 f"{self._max_prompt_tokens} before the first response"
             )
-        return Tokens(tokens, own_context=True)
+        return opened
+
+    def excess(self, content: Content) -> int:
+        """Tokens of the context beyond data.max_prompt_length: the response has this many less."""
+        return max(0, len(tokens_of(content).tokens_P) - self._max_prompt_tokens)
 
     def answer(self, prompt: Prompt, answer: str | Sequence[Message]) -> tuple[Tokens, Bools]:
         """The prompt with an answer that was not generated, and which of its steps the assistant wrote."""
@@ -109,6 +127,12 @@ class TextModality:
         if not isinstance(feedback, str) and len(tokens) and tokens[0] == generated[-1]:
             tokens, media = tokens[1:], tuple(medium.moved(-1) for medium in media)  # the policy said it itself
         return Tokens.steps(tokens, media=media)
+
+    def rewrites(self, history: Sequence[Message], feedback: Sequence[Message]) -> bool:
+        """Whether the chat template writes the history, with the turns of the policy as it said them, differently when
+        the feedback follows."""
+        after = self._render((*history, *feedback), add_generation_prompt=True)
+        return not after.startswith(self._render(history))
 
     def step_texts(self, content: Content) -> list[str]:
         """The text of every token."""
@@ -153,7 +177,7 @@ class TextModality:
     def _rendered_turns(self, messages: Sequence[Message]) -> str:
         before, after = self._render(PROBE), self._render((*PROBE, *messages), add_generation_prompt=True)
         if not after.startswith(before):
-            raise UserError(
+            raise RewritesHistory(
                 "ctx.proceed: the chat template changes earlier turns when messages are added, so their tokens would "
                 "change; pass a string instead of messages (or change model.chat_template)"
             )

@@ -252,13 +252,15 @@ class SampleContext:
         siblings: Sequence[int],
         feedback: str | Sequence[Message] | None,
         params: Mapping[str, Any],
+        excess: int = 0,
     ) -> list[Rollout]:
-        """One more turn for each sibling, all after the same steps and feedback. None: the same turn goes on."""
+        """One more turn for each sibling, all after the same steps and feedback. None: the same turn goes on. `excess`:
+        tokens of the context that count as steps, because it is longer than a prompt."""
         shared, modality = self._shared, self._shared.modality
         added = None if feedback is None else modality.between_turns(rollout.content, feedback)
         num_steps = rollout.num_steps + (added.num_steps if added is not None else 0)
         sampling = modality.next_params(
-            params, greedy=shared.greedy, temperature=rollout.temperature, num_steps=num_steps
+            params, greedy=shared.greedy, temperature=rollout.temperature, num_steps=num_steps + excess
         )
         if sampling is None:
             return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]

@@ -5,9 +5,11 @@
     workflow <── session.rollout
 
 A session is one sample: its identity is in its address. Requests that continue a conversation continue from the
-recorded tokens: what the policy sampled is never tokenised again. A conversation that an agent changes or starts again
-is another rollout of the session (`session.rollouts`). The server runs in the controller, listens on the loopback
-interface only, while sessions are open, and asks for a token that is made for it.
+recorded tokens: what the policy sampled is never tokenised again. A history that the agent or the chat template
+rewrites, a summary, a sub-agent and a parallel branch are conversations of their own, and segments of the session's one
+trajectory (`session.rollout`): each sampled token is trained once, in the context that it was sampled in. The server
+runs in the controller, listens on the loopback interface only, while sessions are open, and asks for a token that is
+made for it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from gcore.content.text import PromptTooLong, TextModality
+from gcore.content.text import PromptTooLong, RewritesHistory, TextModality
 from gcore.generation.noise import noise_key
 from gcore.types import Message, Prompt, Rollout, UserError
 from gcore.workflows.openai_format import (
@@ -57,6 +59,7 @@ class Node:
     said: tuple[str, ...] | str
     tools: str
     rollout: Rollout
+    before: Node | None = None  # the turn that this one continues
     taken: set[int] = dataclasses.field(default_factory=set)  # numbers of its continuations, also of those under way
 
     def begins(self, said: tuple[str, ...] | str, tools: str) -> bool:
@@ -76,24 +79,32 @@ class Session:
         self.model = "policy"
         self.failure: Exception | None = None  # of G-Core: the workflow cannot continue
         self._nodes: list[Node] = []
-        self._roots = itertools.count()
+        self._begun: set[int] = set()  # sibling numbers of its conversations
+        self._max_tokens = modality.params({}, greedy=False).max_tokens
         self._requests = itertools.count()
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """One per conversation, in the order of their last turns. They are siblings of each other."""
+        """The conversations, in the order of their last turns, for workflows that train each as a sample of its own:
+        turns that several begin with are then trained in each of them."""
         return [node.rollout for node in self._nodes if not node.taken]
 
     @property
     def rollout(self) -> Rollout:
-        """The conversation of an agent that has only one."""
-        rollouts = self.rollouts
-        if len(rollouts) != 1:
-            raise RuntimeError(
-                f"the agent of sample {self.sibling} has made {len(rollouts)} conversations; expected one (use "
-                "session.rollouts for several: an agent that changes earlier messages starts another conversation)"
-            )
-        return rollouts[0]
+        """The whole trajectory. The conversation that ended last is its first segment, which rewards score."""
+        ends = [node for node in reversed(self._nodes) if not node.taken]
+        if not ends:
+            raise RuntimeError(f"the agent of sample {self.sibling} has ended without a response of the policy")
+        trained: set[int] = set()  # turns that an earlier segment has
+        segments = list[Rollout]()
+        for end in ends:
+            turns = [end]
+            while turns[-1].before is not None:
+                turns.append(turns[-1].before)
+            known = next((turn.rollout.num_steps for turn in turns if id(turn) in trained), 0)
+            segments.append(dataclasses.replace(end.rollout, shared=known))
+            trained |= set(map(id, turns))
+        return dataclasses.replace(segments[0], segments=tuple(segments[1:]))
 
     @property
     def client(self) -> Any:
@@ -105,10 +116,10 @@ class Session:
         """POST chat/completions."""
         params, messages, tools = self._params(body), checked_messages(body), body.get("tools") or None
         said = tuple(map(identity, messages))
-        rollout = await self._next_turn(said, messages, tools, params)
+        rollout, before = await self._next_turn(said, messages, tools, params)
         turn = self._turn(rollout)
         message = assistant_message(turn.text, tools is not None, len(self._nodes))
-        self._nodes.append(Node((*said, identity(message)), json.dumps(tools, sort_keys=True), rollout))
+        self._nodes.append(Node((*said, identity(message)), json.dumps(tools, sort_keys=True), rollout, before))
         return chat_response(self._name(), turn, message, body)
 
     async def complete(self, body: Body) -> Body:
@@ -118,37 +129,55 @@ class Session:
             text = text[0]
         if not isinstance(text, str) or not text:
             raise BadRequest("prompt: expected one string")
-        rollout = await self._next_turn(text, text, None, params)
+        rollout, before = await self._next_turn(text, text, None, params)
         turn = self._turn(rollout)
-        self._nodes.append(Node(text + turn.text, json.dumps(None), rollout))
+        self._nodes.append(Node(text + turn.text, json.dumps(None), rollout, before))
         return text_response(self._name(), turn, body)
 
     def _params(self, body: Body) -> dict[str, Any]:
-        params = sampling_params(body)
-        most = self._modality.params({}, greedy=False).max_tokens
-        return {**params, "max_tokens": min(params.get("max_tokens", most), most)}
+        return {"max_tokens": self._max_tokens, **sampling_params(body)}
 
     def _name(self) -> str:
         return f"p{self.prompt.id}s{self.sibling}r{next(self._requests)}"
 
     async def _next_turn(
         self, said: tuple[str, ...] | str, whole: str | Sequence[Message], tools: Any, params: dict[str, Any]
-    ) -> Rollout:
+    ) -> tuple[Rollout, Node | None]:
         """Of the longest conversation that the request continues (of equal ones, the one that was continued least), or
-        of a new one. `whole`: all messages, or the text, of the request."""
+        of a new one. Also the turn that it continues. `whole`: all messages, or the text, of the request."""
         described = json.dumps(tools, sort_keys=True)
         continued = [node for node in self._nodes if node.begins(said, described)]
         if continued:
             node = max(continued, key=lambda node: (len(node.said), -len(node.taken)))
-            return await self._continue(node, whole[len(node.said) :], params)
-        number = next(self._roots)
-        sibling = self.sibling if not number else noise_key("conversation", self.sibling, number) >> 16
+            if isinstance(whole, str) or not self._is_rewritten(node, whole):
+                with contextlib.suppress(RewritesHistory):
+                    return await self._continue(node, whole[len(node.said) :], params), node
+            # Else the messages, as the chat template writes them now, are the context of another conversation.
+        # By its messages: the noise of conversations that begin in parallel does not depend on which one is first.
+        begun = noise_key(json.dumps([said, described]))
+        others = (noise_key("conversation", self.sibling, begun, i) >> 16 for i in itertools.count())
+        sibling = next(s for s in itertools.chain([self.sibling], others) if s not in self._begun)
+        self._begun.add(sibling)
         try:
-            content = self._modality.opening(whole, tools)
+            content = self._modality.opening(whole, tools, has_history=bool(self._nodes))
+            room = self._max_tokens - self._modality.excess(content)
+            params = {**params, "max_tokens": min(params["max_tokens"], room)}
             (rollout,) = await self._context.first_turn(self.prompt, [sibling], content, params)
-        except PromptTooLong as error:
-            raise BadRequest(str(error), TOO_LONG) from None
-        return rollout
+        except BaseException as error:
+            self._begun.discard(sibling)
+            if isinstance(error, PromptTooLong):
+                raise BadRequest(str(error), TOO_LONG) from None
+            raise
+        return rollout, None
+
+    def _is_rewritten(self, end: Node, messages: Sequence[Message]) -> bool:
+        """By the chat template, with the turns as the policy said them."""
+        history, turn = list(messages[: len(end.said)]), end
+        while True:
+            history[len(turn.said) - 1] = {"role": "assistant", "content": str(turn.rollout.turn)}
+            if turn.before is None:
+                return self._modality.rewrites(history, messages[len(end.said) :])
+            turn = turn.before
 
     async def _continue(self, node: Node, feedback: str | Sequence[Message], params: dict[str, Any]) -> Rollout:
         start, number = node.rollout, next(i for i in itertools.count() if i not in node.taken)
@@ -157,7 +186,8 @@ class Session:
             sibling = noise_key("fork", start.sibling, start.num_steps, number) >> 16
         node.taken.add(number)
         try:
-            (rollout,) = await self._context.next_turns(start, [sibling], feedback, params)
+            excess = self._modality.excess(start.content)
+            (rollout,) = await self._context.next_turns(start, [sibling], feedback, params, excess)
             if rollout.num_steps == start.num_steps:
                 node.rollout = dataclasses.replace(start, finish="length")
                 raise BadRequest(
@@ -222,7 +252,8 @@ class Endpoint:
         app.router.add_post("/{session}/v1/completions", self._serve(Session.complete))
         app.router.add_get("/{session}/v1/models", self._models)
         app.router.add_route("*", "/{rest:.*}", self._unsupported)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # a request that its client gave up is cancelled
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         try:
             await runner.setup()
             await web.TCPSite(runner, HOST, 0).start()

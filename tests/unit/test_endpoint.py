@@ -33,9 +33,16 @@ class Engines:
 
     def __init__(self, tokenizer: Any, texts: list[str]) -> None:
         self.tokenizer, self.texts, self.requests, self.made = tokenizer, texts, list[Request](), list[Completion]()
+        self.hold, self.cancelled = asyncio.Event(), 0
+        self.hold.set()
 
     async def generate(self, requests: list[Request], priority: int, key: Any) -> list[Completion]:
-        await asyncio.sleep(0)
+        try:
+            await asyncio.sleep(0)
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         found = []
         for request in requests:
             text = self.texts[len(self.made) % len(self.texts)]
@@ -113,7 +120,23 @@ def test_a_conversation_continues_from_the_recorded_tokens():
     assert (second["usage"]["prompt_tokens"], second["usage"]["completion_tokens"]) == (prompt_tokens, 3)
 
 
-def test_changed_messages_and_retries_are_samples_of_their_own():
+def trained(world: World, trajectory: Any) -> None:
+    """Each sampled token is an action of one segment, with its logprob, after the context it was sampled in."""
+    found = []
+    for segment in trajectory.trajectory:
+        ids, at = segment.content.tokens_T.tolist(), len(segment.content.tokens_P)
+        actions = segment.mask_S & (np.arange(segment.num_steps) >= segment.shared)
+        for step in np.flatnonzero(actions):
+            found.append((tuple(ids[: at + step]), ids[at + step], float(segment.logprobs_S[step])))
+    sampled = []
+    for request, made in zip(world.engines.requests, world.engines.made, strict=True):
+        ids = [*request.content.tokens_T.tolist(), *made.content.tokens_S.tolist()]
+        first = request.content.size
+        sampled += [(tuple(ids[:i]), ids[i], float(made.logprobs_S[i - first])) for i in range(first, len(ids))]
+    assert sorted(found) == sorted(sampled)
+
+
+def test_changed_messages_and_retries_are_segments_of_one_trajectory():
     world = World("1", "2", "3", "4")
 
     async def agent(http: Any, session: Any) -> None:
@@ -127,10 +150,82 @@ def test_changed_messages_and_retries_are_samples_of_their_own():
     rollouts = session.rollouts
     assert [r.text for r in rollouts] == ["1;u:6;a:2", "1;u:6;a:3", "4"]
     assert len({r.sibling for r in rollouts}) == 3 and rollouts[0].sibling == 0
+    assert [r.shared for r in rollouts] == [0, 0, 0]
     keys = [request.noise_key for request in world.engines.requests]
     assert keys[0] == keys[1] and len(set(keys)) == 3
-    with pytest.raises(RuntimeError, match="has made 3 conversations"):
-        _ = session.rollout
+    trajectory = session.rollout
+    assert [(r.text, r.shared) for r in trajectory.trajectory] == [("4", 0), ("1;u:6;a:3", 0), ("1;u:6;a:2", 2)]
+    trained(world, trajectory)
+
+
+THINKS = (  # as DeepSeek-R1 and Qwen3: thoughts are stripped from turns before the last question
+    "{% set last = messages | selectattr('role', 'equalto', 'user') | list | length %}{% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.n = ns.n + 1 %}{% endif %}"
+    "{{ m['role'][0] + ':' }}{{ m['content'].split('</think>')[-1] if ns.n < last else m['content'] }}{{ ';' }}"
+    "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def test_a_template_that_strips_thoughts_makes_a_segment_per_question():
+    """Three questions, each with a tool call: the turns of one question are one segment."""
+    world = World(*(f"<think>{i}</think>{i}" for i in range(6)))
+    world.tokenizer.chat_template = THINKS
+    world.modality._max_tokens = 80  # type: ignore[attr-defined]
+    world.modality._params = world.modality._params.override({"max_tokens": 80}, "")  # type: ignore[attr-defined]
+
+    async def agent(http: Any, session: Any) -> None:
+        messages: list[Any] = []
+        for question in "789":
+            for said in (user(question), {"role": "tool", "content": "0"}):
+                messages.append(said)
+                status, answer = await post(http, session, messages=messages)
+                assert status == 200, answer
+                messages.append(answer["choices"][0]["message"])
+
+    _, (session,) = world.run(agent)
+    trajectory = session.rollout
+    assert len(trajectory.trajectory) == 3 and trajectory.sibling != session.sibling
+    last, second, first = (r.content.tokens_P.tolist() for r in trajectory.trajectory)
+    assert first == world.ids("u:7;a:")
+    assert second == world.ids("u:7;a:0;t:0;a:1;u:8;a:")
+    assert last == world.ids("u:7;a:0;t:0;a:1;u:8;a:2;t:0;a:3;u:9;a:")
+    assert trajectory.text == "<think>4</think>4;t:0;a:<think>5</think>5"
+    trained(world, trajectory)
+    asked = world.engines.requests[-1]  # the context may be longer than a prompt: the response has less room
+    assert asked.content.size + asked.params.max_tokens <= 40 + 80
+
+
+def test_conversations_that_begin_in_parallel_have_the_noise_of_their_messages():
+    def keys(order: str) -> dict[int, int]:
+        world = World("1")
+
+        async def main() -> None:
+            async with world.ctx.serve(world.prompt, 1) as (session,):
+                await session.chat({"messages": [user("5")]})
+                await asyncio.gather(*(session.chat({"messages": [user(text)]}) for text in order))
+
+        asyncio.run(main())
+        return {request.content.size * 100 + int(request.content.tokens_P[2]): request.noise_key
+                for request in world.engines.requests}  # fmt: skip
+
+    assert keys("678") == keys("867") and len(set(keys("678").values())) == 4
+
+
+def test_an_agent_that_gives_up_a_request_does_not_train_it():
+    """The client disconnects: the engine's request is cancelled. The agent asks again, with the same noise."""
+    world = World("1")
+    world.engines.hold = asyncio.Event()
+
+    async def agent(http: Any, session: Any) -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(post(http, session, messages=[user("5")]), 0.3)
+        while not world.engines.cancelled:
+            await asyncio.sleep(0.01)
+        world.engines.hold.set()
+        assert (await post(http, session, messages=[user("5")]))[0] == 200
+
+    _, (session,) = world.run(agent)
+    assert session.rollout.segments == () and session.rollout.sibling == 0
 
 
 def test_a_continuation_after_one_that_was_cancelled_is_a_sample_of_its_own():
