@@ -6,28 +6,43 @@ the policy trains on exactly the tokens that it sampled.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from gcore.config.data import MediaData
 from gcore.config.generation import Generation
 from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.base import Content, Modality
 from gcore.content.decoding import Detokenizer
-from gcore.content.families import KINDS
-from gcore.content.media import resolve
+from gcore.content.families import KINDS, kind_module
+from gcore.content.media import BadMedia, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.types import Bools, Message, Pixels, Prompt, SamplingParams, UserError
 
+TAIL = 8  # tokens before a turn, to see how the chat template opens it
 MARK = "\u00a7"  # position marker in the rendered template; any text without special tokens would do
 PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": MARK})
 
 
 class PromptTooLong(UserError):
     """The context of a sample that a workflow has made is too long."""
+
+
+class _DataUrl:
+    """Implements content.families.MediaSource."""
+
+    limits = MediaData()
+
+    def load(self, kind: str, value: Any) -> bytes:
+        try:
+            return base64.b64decode(str(value).partition(",")[2], validate=True)
+        except ValueError:
+            raise BadMedia(f"a data URL of an {kind} whose data are not base64") from None
 
 
 class RewritesHistory(UserError):
@@ -86,13 +101,8 @@ class TextModality:
     ) -> Tokens:
         """Messages are rendered with the chat template, as prompts are; a string is used as it is, after bos.
         `has_history`: turns of the policy are among them, so they may be as long as a prompt with its response."""
-        if isinstance(messages, str):
-            self._check_alphabet([messages])
-            tokens = np.asarray(self._tokenizer(messages)["input_ids"], dtype=np.int32)
-        else:
-            self._check_alphabet([message.get("content") for message in messages])
-            tokens = self._encode(self._render(messages, add_generation_prompt=True, tools=tools))
-        opened = Tokens(tokens, own_context=True)
+        opened = self.context(messages, tools)
+        tokens = opened.tokens_P
         if has_history and self.excess(opened) >= self._max_tokens:
             raise PromptTooLong(
                 f"the messages are {len(tokens)} tokens; expected less than data.max_prompt_length + "
@@ -104,6 +114,24 @@ class TextModality:
                 f"{self._max_prompt_tokens} before the first response"
             )
         return opened
+
+    def context(
+        self, messages: Sequence[Mapping[str, Any]] | str, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Tokens:
+        """As `opening`, of any length. Messages may have images: parts {"type": "image", "image": pixels}."""
+        if isinstance(messages, str):
+            self._check_alphabet([messages])
+            return Tokens(np.asarray(self._tokenizer(messages)["input_ids"], dtype=np.int32), own_context=True)
+        self._check_alphabet([message.get("content") for message in messages])
+        images = self._images(messages)
+        text = self._render(messages, add_generation_prompt=True, tools=tools)
+        seen = self._with_images(text, images)
+        return dataclasses.replace(Tokens(self._encode(text)) if seen is None else seen, own_context=True)
+
+    def image(self, url: str) -> Pixels:
+        """Of a data URL."""
+        found: Pixels = kind_module("image").read("image", url, None, _DataUrl())
+        return found
 
     def excess(self, content: Content) -> int:
         """Tokens of the context beyond data.max_prompt_length: the response has this many less."""
@@ -118,15 +146,20 @@ class TextModality:
         """A string is used as it is. Messages are rendered with the chat template, after the end of the last turn. They
         may have images of tools: parts {"type": "image", "image": pixels}, as arrays or references to arrays."""
         text = feedback if isinstance(feedback, str) else self._end_of_turn() + self._rendered_turns(feedback)
-        images = [] if isinstance(feedback, str) else _images(feedback)
-        if images and self._processor is None:
-            raise UserError("ctx.proceed: an image for a model that takes none (keys: workflow, model)")
-        seen = self._processor.content(text, images) if images and self._processor is not None else None
+        images = [] if isinstance(feedback, str) else self._images(feedback)
+        seen = self._with_images(text, images)
         tokens, media = (self._encode(text), ()) if seen is None else (seen.tokens_P, seen.media)
         generated = tokens_of(content).tokens_S
         if not isinstance(feedback, str) and len(tokens) and tokens[0] == generated[-1]:
             tokens, media = tokens[1:], tuple(medium.moved(-1) for medium in media)  # the policy said it itself
         return Tokens.steps(tokens, media=media)
+
+    def text_before(self, content: Content, num_steps: int) -> str:
+        """The last tokens before the last `num_steps` steps."""
+        whole = tokens_of(content)
+        end = whole.num_steps - num_steps
+        tail = whole.tokens_S[max(0, end - TAIL) : end] if end else whole.tokens_P[-TAIL:]
+        return str(self._tokenizer.decode(tail.tolist()))
 
     def rewrites(self, history: Sequence[Message], feedback: Sequence[Message]) -> bool:
         """Whether the chat template writes the history, with the turns of the policy as it said them, differently when
@@ -140,6 +173,16 @@ class TextModality:
 
     def hidden_steps(self, content: Content, output: str) -> list[tuple[int, str]]:
         return self._decoder.hidden(tokens_of(content).tokens_S, output)
+
+    def _with_images(self, text: str, images: Sequence[tuple[str, Pixels]]) -> Tokens | None:
+        """None: there are no images."""
+        return self._processor.content(text, images) if images and self._processor is not None else None
+
+    def _images(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Pixels]]:
+        images = _images(messages)
+        if images and self._processor is None:
+            raise UserError("an image for a model that takes none (keys: workflow, model)")
+        return images
 
     def _check_alphabet(self, texts: Sequence[Any]) -> None:
         alphabet = frozenset(getattr(self._tokenizer, "alphabet", ""))  # of a model built from scratch
@@ -194,12 +237,17 @@ class TextModality:
                 "ctx.proceed: the tokenizer has no chat template for messages; pass a string (or set "
                 "model.chat_template)"
             )
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **({"tools": list(tools)} if tools else {}),
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **({"tools": list(tools)} if tools else {}),
+            )
+        except Exception as error:  # templates raise errors of their own about roles and their order
+            raise UserError(
+                f"the chat template cannot write these messages: {error} (keys: workflow, model.chat_template)"
+            ) from error
         return text
 
 
@@ -213,7 +261,7 @@ class ConversationModality(TextModality):
         return await self._decoder.texts([tokens_of(content).tokens_T for content in contents])
 
 
-def _images(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:
+def _images(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Pixels]]:
     parts = [p for m in messages if isinstance(m.get("content"), list | tuple) for p in m["content"]]
     if others := [kind for part in parts if (kind := part.get("type")) in KINDS and kind != "image"]:
         raise UserError(f"ctx.proceed: {KINDS[others[0]].one} of a tool; expected images (key: workflow)")

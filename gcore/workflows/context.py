@@ -17,6 +17,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,11 @@ from gcore.generation.pool import EnginePool
 from gcore.prompts.answers import ANSWERS, LABEL
 from gcore.protocols import Context, Rewarder
 from gcore.types import Completion, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
-from gcore.workflows.endpoint import Endpoint, Session
+from gcore.workflows.endpoint import Endpoint
+from gcore.workflows.session import Session
 
+PIECE = 16  # tokens of a turn that is streamed: a request of the engine for each piece
+Tell = Callable[[Content, Completion], Awaitable[None]]  # the content before a turn, and what is generated of it so far
 Workflow = Callable[[Context, Prompt], Awaitable[list[Scored]]]
 
 
@@ -169,7 +173,12 @@ class SampleContext:
             yield sessions
 
     async def first_turn(
-        self, prompt: Prompt, siblings: Sequence[int], content: Content, params: Mapping[str, Any]
+        self,
+        prompt: Prompt,
+        siblings: Sequence[int],
+        content: Content,
+        params: Mapping[str, Any],
+        tell: Tell | None = None,
     ) -> list[Rollout]:
         sampling = self._shared.modality.params(params, greedy=self._shared.greedy)
         start = Rollout(
@@ -183,7 +192,7 @@ class SampleContext:
             finish="stop",
             temperature=sampling.temperature or 1.0,
         )
-        return await self._continue(start, siblings, None, sampling)
+        return await self._continue(start, siblings, None, sampling, tell)
 
     async def given(self, prompt: Prompt, answers: Sequence[str | Sequence[Message]]) -> list[Rollout]:
         """Siblings with answers that no policy generated: strings, or messages, of which the assistant's are trained
@@ -253,9 +262,11 @@ class SampleContext:
         feedback: str | Sequence[Message] | None,
         params: Mapping[str, Any],
         excess: int = 0,
+        tell: Tell | None = None,
     ) -> list[Rollout]:
         """One more turn for each sibling, all after the same steps and feedback. None: the same turn goes on. `excess`:
-        tokens of the context that count as steps, because it is longer than a prompt."""
+        tokens of the context that count as steps, because it is longer than a prompt. `tell`: of a single sibling,
+        called while the turn is generated."""
         shared, modality = self._shared, self._shared.modality
         added = None if feedback is None else modality.between_turns(rollout.content, feedback)
         num_steps = rollout.num_steps + (added.num_steps if added is not None else 0)
@@ -264,10 +275,15 @@ class SampleContext:
         )
         if sampling is None:
             return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]
-        return await self._continue(rollout, siblings, added, sampling)
+        return await self._continue(rollout, siblings, added, sampling, tell)
 
     async def _continue(
-        self, start: Rollout, siblings: Sequence[int], added: Content | None, params: SamplingParams
+        self,
+        start: Rollout,
+        siblings: Sequence[int],
+        added: Content | None,
+        params: SamplingParams,
+        tell: Tell | None = None,
     ) -> list[Rollout]:
         """Generate one turn per sibling after `start` and `added`.
 
@@ -278,7 +294,11 @@ class SampleContext:
         content = start.content if added is None else start.content.extended(added)
         requests = [Request(content, params, noise_key(*shared.noise_root, prompt.id, s)) for s in siblings]
         with shared.clock.within("generation"):
-            completions = await shared.pool.generate(requests, priority=prompt.id, key=(shared.evaluates, prompt.id))
+            line: dict[str, Any] = {"priority": prompt.id, "key": (shared.evaluates, prompt.id)}
+            if tell is None:
+                completions = await shared.pool.generate(requests, **line)
+            else:
+                completions = [await self._in_pieces(request, line, partial(tell, content)) for request in requests]
         wholes = [content.extended(c.content) for c in completions]
         outputs = turns = await shared.modality.outputs(wholes)
         if content.num_steps:
@@ -286,6 +306,21 @@ class SampleContext:
         between = content.num_steps - start.num_steps  # feedback
         parts = zip(siblings, completions, wholes, outputs, turns, strict=True)
         return [_joined(start, s, between, c, whole, output, turn) for s, c, whole, output, turn in parts]
+
+    async def _in_pieces(
+        self, request: Request, line: Mapping[str, Any], tell: Callable[[Completion], Awaitable[None]]
+    ) -> Completion:
+        """The same completion, as several requests: each continues at the end of the one before, with the same noise,
+        as requests do that move to another replica."""
+        whole, left = None, request
+        while True:
+            params = dataclasses.replace(left.params, max_tokens=min(PIECE, left.params.max_tokens))
+            (piece,) = await self._shared.pool.generate([dataclasses.replace(left, params=params)], **line)
+            whole = piece if whole is None else whole.joined(piece)
+            left = left.after(piece)
+            if piece.finish != "length" or left.params.max_tokens <= 0:
+                return whole
+            await tell(whole)
 
 
 def _joined(
