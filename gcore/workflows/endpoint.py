@@ -20,7 +20,7 @@ from aiohttp import web
 
 from gcore.types import UserError
 from gcore.workflows.dialects import ROUTES
-from gcore.workflows.dialects.form import BadRequest, Body, Deltas, Route, Turn, encoded
+from gcore.workflows.dialects.form import Ask, BadRequest, Body, Deltas, Route, Turn, encoded
 from gcore.workflows.session import Session
 
 HOST = "127.0.0.1"
@@ -86,7 +86,8 @@ class Endpoint:
         self._runner, self._port = runner, runner.addresses[0][1]
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        version, _, path = request.match_info["path"].rstrip("/").partition("/")
+        # Some clients put /v1 before their paths, even if it is the end of base_url.
+        version, _, path = request.match_info["path"].rstrip("/").replace("v1/v1/", "v1/", 1).partition("/")
         route = ROUTES.get(path) if version == "v1" else None
         if (request.method, version, path) == ("GET", "v1", "models"):
             session = self._session(request, None)
@@ -112,7 +113,7 @@ class Endpoint:
             body: Body = await request.json()
             if not isinstance(body, dict):
                 raise BadRequest("expected a JSON object")
-            ask = route.read(body)
+            ask = _read(route, body)
             if route.counts:
                 return web.json_response(route.answer(session.count(ask), body))
             if not ask.stream or route.stream is None:
@@ -141,6 +142,16 @@ class Endpoint:
             return _error(route, 500, f"{type(error).__name__}: {error}", "server_error")
         await response.write_eof()
         return response
+
+
+def _read(route: Route, body: Body) -> Ask:
+    """What an agent's library makes wrong is its own error, wherever the dialect notices it."""
+    try:
+        return route.read(body)
+    except UserError:
+        raise
+    except Exception as error:
+        raise BadRequest(f"the body is not valid: {type(error).__name__}: {error}") from error
 
 
 def _error(route: Route | None, status: int, message: str, code: str) -> web.Response:

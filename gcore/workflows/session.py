@@ -142,7 +142,7 @@ class Session:
         end = (*said, identity(turn.message)) if isinstance(said, tuple) else said + turn.content
         self._nodes.append(Node(end, json.dumps(ask.tools, sort_keys=True), rollout, before))
         if ask.keep:
-            self._turns[turn.name] = [*ask.messages, turn.message]
+            self._turns[turn.name] = [*ask.messages[len(ask.instructions) :], turn.message]
         return turn
 
     def count(self, ask: Ask) -> Turn:
@@ -158,11 +158,13 @@ class Session:
         return Turn("", ask.model, prompt_tokens=content.size)
 
     def _whole(self, ask: Ask) -> Ask:
-        if ask.previous is None:
-            return ask
-        if ask.previous not in self._turns:
+        """With all messages before the turn."""
+        if ask.previous is not None and ask.previous not in self._turns:
             raise BadRequest(f"previous_response_id: {ask.previous!r} is not a stored response of this session")
-        return dataclasses.replace(ask, messages=conversation([*self._turns[ask.previous], *ask.messages]))
+        messages = ask.messages
+        if ask.previous is not None:
+            messages = conversation([*self._turns[ask.previous], *messages])
+        return dataclasses.replace(ask, messages=[*ask.instructions, *messages])
 
     def _thinks(self, content: Content, own: int) -> bool:
         """Whether the chat template has opened a thought before the last `own` tokens."""

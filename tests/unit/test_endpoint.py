@@ -438,13 +438,16 @@ def test_other_routes_are_answered_with_those_that_there_are():
     world = World("12")
 
     async def agent(http: Any, session: Any) -> Any:
-        found = [await post(http, session, "responses", input="5"), await post(http, session, "models")]
+        found = [await post(http, session, "embeddings", input="5"), await post(http, session, "models")]
         session.base_url = session.base_url.removesuffix("/v1")
         return [*found, await post(http, session, messages=[user("5")])]
 
     found, _ = world.run(agent)
-    routes = "expected POST chat/completions, POST completions or GET models, at session.base_url"
-    for (status, body), asked in zip(found, ("POST responses", "POST models", "POST /p7-"), strict=True):
+    routes = (
+        "expected POST chat/completions, POST completions, POST responses, POST messages, POST messages/count_tokens "
+        "or GET models, at session.base_url"
+    )
+    for (status, body), asked in zip(found, ("POST embeddings", "POST models", "POST /p7-"), strict=True):
         assert status == 404 and body["error"]["code"] == "unsupported_route"
         assert body["error"]["message"].startswith(asked) and body["error"]["message"].endswith(routes)
     assert not world.engines.made
@@ -516,35 +519,6 @@ def test_the_client_in_the_process():
     answer, (session,) = world.run(agent)
     assert answer.choices[0].message.content == "34" and answer.choices[0].message.tool_calls is None
     assert session.rollout.text == "12;u:6;a:34"
-
-
-def test_the_library_of_openai():
-    """The client of a stranger, if it is installed: parallel tool calls, a second turn, and a stream."""
-    openai = pytest.importorskip("openai")
-    world = World('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2, "34", "56")
-    world.long(300)
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-
-    async def agent(_: Any, session: Any) -> str:
-        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-            assert [model.id async for model in client.models.list()] == ["policy"]
-            messages: list[Any] = [user("5")]
-            said = (
-                (await client.chat.completions.create(model="policy", messages=messages, tools=tools))
-                .choices[0]
-                .message
-            )
-            results = [{"role": "tool", "tool_call_id": c.id, "content": "2"} for c in said.tool_calls]
-            messages += [said, *results]
-            await client.chat.completions.create(model="policy", messages=messages, tools=tools)
-            messages += [{"role": "assistant", "content": "34"}, user("7")]
-            stream = await client.chat.completions.create(model="policy", messages=messages, tools=tools, stream=True)
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    text, (session,) = world.run(agent)
-    assert text == "56" and session.rollout.text.endswith(";t:2;t:2;a:34;u:7;a:56")
-    made = np.concatenate([one.content.tokens_S for one in world.engines.made])
-    assert np.array_equal(session.rollout.content.tokens_S[session.rollout.mask_S], made)
 
 
 def test_identity_ignores_what_libraries_change():

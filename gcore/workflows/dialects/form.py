@@ -44,6 +44,7 @@ class Ask:
     model: str = "policy"
     stream: bool = False
     logprobs: bool = False
+    instructions: Sequence[Message] = ()  # before all messages, of this request alone
     previous: str | None = None  # name of the turn that `messages` follow
     keep: bool = False  # later requests may refer to this turn
 
@@ -159,6 +160,25 @@ def conversation(messages: Sequence[Message]) -> list[Message]:
     if messages[-1]["role"] == "assistant":
         raise BadRequest("messages: the last one is the assistant's; expected one of the user or of a tool")
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
+def merged(messages: Sequence[Message]) -> list[Message]:
+    """Neighbouring messages of the assistant are one turn."""
+    found = list[Message]()
+    for message in messages:
+        last = found[-1] if found else {}
+        if not message["role"] == last.get("role") == "assistant":
+            found.append({"content": "", **message})
+            continue
+        texts = [last["content"], message.get("content", "")]
+        if not all(isinstance(text, str) for text in texts):
+            raise BadRequest("an image in a message of the assistant; expected text")
+        together = {**last, "content": "".join(texts)}
+        for name, empty in (("reasoning_content", ""), ("tool_calls", [])):
+            if whole := last.get(name, empty) + message.get(name, empty):
+                together[name] = whole
+        found[-1] = together
+    return found
 
 
 def joined(parts: Sequence[Message]) -> str | list[Message]:
