@@ -71,9 +71,19 @@ def writing(place: object, then: str = "") -> Iterator[None]:
 class RewardError(RuntimeError):
     """A reward could not be computed. The group is dropped and counted; it never becomes a zero."""
 
+    reason = "reward_error"  # under which it is counted
+
 
 class WorkflowError(RuntimeError):
     """The user's workflow raised for one prompt. The group is dropped and counted."""
+
+    reason = "workflow_error"
+
+
+class SessionLeft(WorkflowError):
+    """An agent has sent no request of its session for a long time. The group is dropped and counted."""
+
+    reason = "session_left"
 
 
 @dataclass(frozen=True, slots=True)

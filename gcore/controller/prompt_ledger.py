@@ -27,10 +27,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from gcore.types import Scored
+from gcore.types import RewardError, Scored, SessionLeft, WorkflowError
 
-REWARD_ERROR, WORKFLOW_ERROR, NO_SPREAD = "reward_error", "workflow_error", "no_spread"
-FAILURES = (REWARD_ERROR, WORKFLOW_ERROR)  # counted against rewards.max_error_frac
+REWARD_ERROR, NO_SPREAD = RewardError.reason, "no_spread"
+FAILURES = (REWARD_ERROR, WorkflowError.reason, SessionLeft.reason)  # counted against rewards.max_error_frac
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gcore
-from gcore.controller.prompt_ledger import REWARD_ERROR, WORKFLOW_ERROR, PromptLedger
+from gcore.controller.prompt_ledger import REWARD_ERROR, PromptLedger
 from gcore.prompts.curriculum import CurriculumOrder, Passed
 from gcore.prompts.source import PromptSource
 from gcore.protocols import RoleDied, RoleError
@@ -116,7 +116,7 @@ async def _run(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> lis
         if task is not None and task.cancelling():
             raise  # the collector cancelled the task
         raise UserError(f"workflow cancelled itself at prompt {prompt.id}; expected a list of Scored") from None
-    except (UserError, RewardError, RoleError, RoleDied):
+    except (UserError, RewardError, WorkflowError, RoleError, RoleDied):
         raise
     except (Exception, SystemExit) as error:  # sys.exit() in a workflow must not end the process silently
         line = _line_of(workflow, error)
@@ -138,7 +138,7 @@ def _line_of(workflow: Workflow, error: BaseException) -> str | None:
 
 def reason_of(error: Exception) -> str:
     """Under which name the dropped group is counted."""
-    return WORKFLOW_ERROR if isinstance(error, WorkflowError) else REWARD_ERROR
+    return error.reason if isinstance(error, WorkflowError) else REWARD_ERROR
 
 
 def _described(group: object) -> str:

@@ -29,6 +29,7 @@ from gcore.preparation.advantages import AdvantageSettings
 from gcore.protocols import ControllerGroup, Rewarder
 from gcore.types import UserError
 from gcore.workflows.context import SharedContext, Workflow
+from gcore.workflows.endpoint import Endpoint
 
 
 @dataclass(slots=True)
@@ -51,23 +52,28 @@ class Services:
     status: LiveStatus  # for the progress view
     gate: StepGate = field(default_factory=StepGate)  # to the driver after a step, with run.on_step
     eval_modality: Modality | None = None  # with other sampling parameters in evaluations
+    endpoint: Endpoint = field(init=False)  # the policy by HTTP, of workflows that call `serve`
     # Made by start_run.py. An evaluation has neither collector nor checkpointer.
     collector: Collector = field(init=False)
     recorder: Recorder = field(init=False)
     evaluator: Evaluator = field(init=False)
     checkpointer: Checkpointer = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.endpoint = Endpoint(self.config.endpoint)
+
     def sample_context(self) -> SharedContext:
         """The context that all workflows of this controller share."""
-        return SharedContext(self.config, self.pool, self.rewarder, self.modality, version=lambda: self.weights.version)
+        parts = self.config, self.pool, self.rewarder, self.modality
+        return SharedContext(*parts, version=lambda: self.weights.version, endpoint=self.endpoint)
 
     def eval_contexts(self) -> list[SharedContext]:
         """Of evaluations: one greedy response per prompt, or one context per sampled response."""
         modality, evaluation = self.eval_modality or self.modality, self.config.evaluation
         parts = self.config, self.pool, self.rewarder, modality
         if not evaluation.sampled:
-            return [SharedContext(*parts, greedy=True)]
-        return [SharedContext(*parts, attempt=i) for i in range(evaluation.samples)]
+            return [SharedContext(*parts, greedy=True, endpoint=self.endpoint)]
+        return [SharedContext(*parts, attempt=i, endpoint=self.endpoint) for i in range(evaluation.samples)]
 
     async def ends_by_user(self, step: int) -> bool:
         """Whether the user's function (run.on_step) ends the run after this step."""
@@ -86,6 +92,7 @@ class Services:
         self.collector.close()
         self.rewarder.close()
         self.recorder.close()
+        await self.endpoint.close()
         await self.controllers.barrier("end")
         if bad := self.dispatcher.bad_in_a_row:
             raise UserError(

@@ -111,6 +111,7 @@ class SharedContext:
         greedy: bool = False,
         attempt: int | None = None,
         version: Callable[[], int] = lambda: 0,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self.pool, self.rewarder, self.modality, self.greedy = pool, rewarder, modality, greedy
         self.version, self.objective = version, config.objective
@@ -119,10 +120,10 @@ class SharedContext:
         self.n = 1 if self.evaluates else config.sampling.samples_per_prompt
         self.least_siblings = 1 if self.evaluates else least_siblings(config)
         self.clock = StageClock()
-        self.endpoint = Endpoint()  # of workflows that call `serve`
+        self.endpoint = endpoint or Endpoint(config.endpoint)  # of workflows that call `serve`
         self.baseline: SharedContext | None = None  # for one more, greedy response to each prompt (ReMax)
         if config.algorithm.estimator.greedy and not self.evaluates:
-            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True)
+            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True, endpoint=self.endpoint)
             self.baseline.clock = self.clock
 
 

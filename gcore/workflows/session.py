@@ -10,6 +10,7 @@ conversations of their own. Each sampled token is trained once, in the context t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -63,6 +64,8 @@ class Session:
         self._turns: dict[str, list[Message]] = {}  # messages up to a turn, by its name, for requests that refer to it
         self._max_tokens = modality.params({}, greedy=False).max_tokens
         self._requests = itertools.count()
+        self._active, self._last = 0, asyncio.get_running_loop().time()  # requests under way; when the last one ended
+        self._collected = False  # by the workflow: its agent has ended
 
     # ---- for the workflow -----------------------------------------------------------------------------------------
 
@@ -70,11 +73,13 @@ class Session:
     def rollouts(self) -> list[Rollout]:
         """The conversations, in the order of their last turns, for workflows that train each as a sample of its own:
         turns that several begin with are then trained in each of them."""
+        self._collected = True
         return [node.rollout for node in self._nodes if not node.taken]
 
     @property
     def rollout(self) -> Rollout:
         """The whole trajectory. The conversation that ended last is its first segment, which rewards score."""
+        self._collected = True
         ends = [node for node in reversed(self._nodes) if not node.taken]
         if not ends:
             raise RuntimeError(f"the agent of sample {self.sibling} has ended without a response of the policy")
@@ -111,8 +116,20 @@ class Session:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
+    def idle_s(self) -> float:
+        """Seconds without a request of the agent; 0 if the workflow has its rollout already."""
+        return 0.0 if self._active or self._collected else asyncio.get_running_loop().time() - self._last
+
     async def turn(self, ask: Ask, so_far: SoFar | None = None) -> Turn:
         """The next turn of the policy. `so_far`: called while it is generated."""
+        self._active += 1
+        try:
+            return await self._turn(ask, so_far)
+        finally:
+            self._active -= 1
+            self._last = asyncio.get_running_loop().time()
+
+    async def _turn(self, ask: Ask, so_far: SoFar | None) -> Turn:
         ask = self._whole(ask)
         said: tuple[str, ...] | str = tuple(map(identity, ask.messages)) if ask.text is None else ask.text
         head = Turn(f"p{self.prompt.id}s{self.sibling}r{next(self._requests)}", ask.model)

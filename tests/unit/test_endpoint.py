@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gcore.config.generation import Generation
+from gcore.config.run import Endpoint as Settings
 from gcore.content.media import png_url
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
@@ -20,6 +21,7 @@ from gcore.protocols import RoleDied
 from gcore.types import Completion, Prompt, Request
 from gcore.workflows.context import SampleContext, SharedContext
 from gcore.workflows.dialects.form import identity
+from gcore.workflows.endpoint import Endpoint
 from tests.unit.test_evaluation import config_of
 
 ALPHABET = '0123456789+=[]; {}":,_<>/abcdefghijklmnopqrstuvwxyz'
@@ -65,14 +67,16 @@ class Engines:
 
 
 class World:
-    def __init__(self, *texts: str, greedy: bool = False) -> None:
+    def __init__(self, *texts: str, greedy: bool = False, **endpoint: Any) -> None:
         self.tokenizer = build_char_tokenizer(ALPHABET)
         self.tokenizer.chat_template = TEMPLATE
         self.engines = Engines(self.tokenizer, list(texts))
         stops = (self.tokenizer.eos_token_id,)
         self.modality = TextModality(Generation(max_response_length=64), self.tokenizer, stops, 40)
-        shared = SharedContext(config_of(), self.engines, SimpleNamespace(), self.modality, greedy=greedy)  # type: ignore
-        self.ctx = SampleContext(shared)
+        self.endpoint = Endpoint(Settings(**endpoint))
+        parts: Any = config_of(), self.engines, SimpleNamespace(), self.modality
+        self.shared = SharedContext(*parts, greedy=greedy, endpoint=self.endpoint)
+        self.ctx = SampleContext(self.shared)
         self.prompt = Prompt(7, 7, ({"role": "user", "content": "1+1="},), "", Tokens(np.array([1], np.int32)))
 
     def long(self, tokens: int) -> None:
@@ -447,7 +451,7 @@ def test_other_routes_are_answered_with_those_that_there_are():
         "expected POST chat/completions, POST completions, POST responses, POST messages, POST messages/count_tokens "
         "or GET models, at session.base_url"
     )
-    for (status, body), asked in zip(found, ("POST embeddings", "POST models", "POST /p7-"), strict=True):
+    for (status, body), asked in zip(found, ("POST embeddings", "POST models", "POST /c0-p7-"), strict=True):
         assert status == 404 and body["error"]["code"] == "unsupported_route"
         assert body["error"]["message"].startswith(asked) and body["error"]["message"].endswith(routes)
     assert not world.engines.made
