@@ -64,6 +64,7 @@ class TextModality:
         self._tokenizer, self._max_tokens, self._processor = tokenizer, generation.max_response_length, processor
         self._max_prompt_tokens = max_prompt_length
         self._decoder = Detokenizer(tokenizer)
+        self._probe: tuple[str, str] | None = None  # a chat template, and PROBE rendered with it
         self._params = SamplingParams(
             generation.max_response_length,
             generation.temperature,
@@ -154,12 +155,14 @@ class TextModality:
             tokens, media = tokens[1:], tuple(medium.moved(-1) for medium in media)  # the policy said it itself
         return Tokens.steps(tokens, media=media)
 
-    def text_before(self, content: Content, num_steps: int) -> str:
-        """The last tokens before the last `num_steps` steps."""
+    def opens(self, content: Content, num_steps: int, mark: str) -> bool:
+        """Whether the chat template has written `mark` right before the last `num_steps` steps."""
+        if mark not in (self._tokenizer.chat_template or ""):
+            return False
         whole = tokens_of(content)
         end = whole.num_steps - num_steps
         tail = whole.tokens_S[max(0, end - TAIL) : end] if end else whole.tokens_P[-TAIL:]
-        return str(self._tokenizer.decode(tail.tolist()))
+        return str(self._tokenizer.decode(tail.tolist())).rstrip().endswith(mark)
 
     def rewrites(self, history: Sequence[Message], feedback: Sequence[Message]) -> bool:
         """Whether the chat template writes the history, with the turns of the policy as it said them, differently when
@@ -214,11 +217,17 @@ class TextModality:
 
     def _end_of_turn(self) -> str:
         """The text that the chat template puts after the content of an assistant's message."""
-        rendered = self._render(PROBE)
+        rendered = self._probed()
         return rendered[rendered.rindex(MARK) + 1 :]
 
+    def _probed(self) -> str:
+        template = self._tokenizer.chat_template
+        if self._probe is None or self._probe[0] != template:
+            self._probe = template, self._render(PROBE)
+        return self._probe[1]
+
     def _rendered_turns(self, messages: Sequence[Message]) -> str:
-        before, after = self._render(PROBE), self._render((*PROBE, *messages), add_generation_prompt=True)
+        before, after = self._probed(), self._render((*PROBE, *messages), add_generation_prompt=True)
         if not after.startswith(before):
             raise RewritesHistory(
                 "ctx.proceed: the chat template changes earlier turns when messages are added, so their tokens would "

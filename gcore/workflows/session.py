@@ -185,7 +185,7 @@ class Session:
 
     def _thinks(self, content: Content, own: int) -> bool:
         """Whether the chat template has opened a thought before the last `own` tokens."""
-        return self._modality.text_before(content, own).rstrip().endswith(OPEN)
+        return self._modality.opens(content, own, OPEN)
 
     def _logprobs(self, rollout: Rollout, own: int) -> list[tuple[str, float]]:
         texts = self._modality.step_texts(rollout.content)[rollout.num_steps - own :]
