@@ -17,7 +17,7 @@ from gcore.types import UserError
 FREE = (
     *("run.name", "run.dir", "run.resume", "run.resume_anyway", "controllers", "runtime"),
     *("run.epochs", "run.on_step", "run.max_restarts", "run.hang_s", "run.no_progress_s", "faults*"),
-    *("placement.*", "checkpoint.*", "observe.*", "evaluation.*"),
+    *("placement.*", "checkpoint.*", "endpoint.*", "observe.*", "evaluation.*"),
     *("training.compile", "training.activation_checkpointing", "training.offload", "training.max_tokens_per_gpu"),
     *("training.max_bad_updates", "*.emulated*"),
     # The content of the prompts is compared by its checksum.

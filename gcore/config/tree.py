@@ -24,7 +24,7 @@ from gcore.config.placement import Placement
 from gcore.config.preference import OBJECTIVES, Needs, Objective, Preference, implied_by_pairs
 from gcore.config.presets import implied_by_preset
 from gcore.config.rewards import Rewards
-from gcore.config.run import Checkpoint, Evaluation, Faults, Observe, Run
+from gcore.config.run import Checkpoint, Endpoint, Evaluation, Faults, Observe, Run
 from gcore.config.sampling import Sampling
 from gcore.config.training import Critic, Training
 
@@ -71,6 +71,8 @@ class Config(Section):
     """Saving of checkpoints."""
     evaluation: Evaluation = Evaluation()
     """How held-out prompts (`data.eval`) are answered and counted."""
+    endpoint: Endpoint = Endpoint()
+    """The policy by HTTP, for agents of workflows that call `ctx.serve`, see docs/extending.md."""
     observe: Observe = Observe()
     """Progress and logs, and how often to evaluate."""
     faults: Faults = Faults()

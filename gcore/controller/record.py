@@ -142,7 +142,7 @@ def local_sums(collected: Collected, config: Config, version: int, aborted: tupl
     """
     scored = [s for group in collected.groups for s in group]
     rewards = [s.reward for s in scored]
-    lengths = [s.rollout.num_steps for s in scored]
+    lengths = [s.rollout.length for s in scored]
     parts: dict[str, list[float]] = {}
     for s in scored:
         for name, value in s.parts.items():
@@ -167,8 +167,9 @@ def local_sums(collected: Collected, config: Config, version: int, aborted: tupl
         "samples_drawn": len(collected.rewards),
         "drawn": collected.drawn,
         "dropped": dict(collected.dropped),
+        "tool_calls": dict(collected.tool_calls),
         "pending": collected.pending,
-        "age": sum(int((version - s.rollout.versions_S).sum()) for s in scored),
+        "age": sum(int((version - r.versions_S[r.shared :]).sum()) for s in scored for r in s.rollout.trajectory),
         "max_age": max((version - s.rollout.version for s in scored), default=0),
         "parts": {name: (exact_sum(values), len(values)) for name, values in parts.items()},
         "peak_rss_mb": peak_rss_mb(),
@@ -200,6 +201,7 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
         "sampling/trained": int(total("groups")),
         **{f"sampling/dropped_{why}": count for why, count in sorted(_sum_counts(gathered, "dropped").items())},
         "sampling/pending": int(total("pending")),
+        **{f"tools/{name}": count for name, count in sorted(_sum_counts(gathered, "tool_calls").items())},
         "staleness/mean": total("age") / max(total("tokens"), 1.0),
         "staleness/max": max(part["max_age"] for part in gathered),
         "samples_digest": samples_digest(metas),
