@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from gcore.types import Bools, Message, Pixels, Prompt, SamplingParams, UserErro
 
 MARK = "zqMARKqz"  # position marker in rendered messages; any text that no message has would do
 ASKED = {"role": "user", "content": "?"}
+PLAIN: dict[str, Any] = {"role": "assistant", "content": MARK}
 TAIL = 12  # tokens before a turn, to see whether the chat template opens a thought
 
 
@@ -63,6 +64,7 @@ class TextModality:
         self._tokenizer, self._max_tokens, self._processor = tokenizer, generation.max_response_length, processor
         self._max_prompt_tokens = max_prompt_length
         self._decoder = Detokenizer(tokenizer)
+        self._rendered: dict[tuple[Any, bool], str] = {}  # of `_plain`
         self._params = SamplingParams(
             generation.max_response_length,
             generation.temperature,
@@ -181,8 +183,15 @@ class TextModality:
         text = self._decoder.with_special(ended, special)
         end = whole.num_steps - own
         tail = whole.tokens_S[max(0, end - TAIL) : end] if end else whole.tokens_P[-TAIL:]
-        opened = self._tokenizer.decode(tail.tolist(), skip_special_tokens=False).rstrip().endswith(thought)
+        opened = any(thought in template for template in self._templates) and self._tokenizer.decode(
+            tail.tolist(), skip_special_tokens=False
+        ).rstrip().endswith(thought)
         return (thought if opened else "") + (clean if text is None else text)
+
+    @property
+    def _templates(self) -> Collection[str]:
+        template = self.chat_template or ""
+        return (template,) if isinstance(template, str) else template.values()
 
     def rewrites(self, history: Sequence[Message], feedback: Sequence[Message]) -> bool:
         """Whether the chat template writes the history, with the turns of the policy as it said them, differently when
@@ -246,7 +255,7 @@ class TextModality:
         given = feedback[0] if feedback and feedback[0].get("role") == "assistant" else None
         results = list(feedback if given is None else feedback[1:])
         calls = _calls_answered((given or {}).get("tool_calls") or (), results)
-        plain: dict[str, Any] = {"role": "assistant", "content": MARK}
+        plain = PLAIN
         turns = [{"role": "assistant", "content": "", "tool_calls": some} for some in (calls, calls[-1:]) if some]
         error = UserError(
             "ctx.proceed: the chat template leaves out what the assistant says (key: model.chat_template)"
@@ -257,7 +266,7 @@ class TextModality:
         )
         for tools, turn in itertools.product(given_tools, (*turns, plain)):
             try:
-                alone = self._render([ASKED, turn], tools=tools)
+                alone = self._plain(tools) if turn is plain else self._render([ASKED, turn], tools=tools)
                 whole = self._render([ASKED, turn, *results], add_generation_prompt=True, tools=tools)
             except UserError as rejected:
                 error = rejected
@@ -275,8 +284,14 @@ class TextModality:
             return text, 0
         if len(stops):
             return text, int(stops[0])
-        after_content = _after_mark(self._render([ASKED, plain], tools=tools))
-        return text.removeprefix(end.removesuffix(after_content)), 0
+        return text.removeprefix(end.removesuffix(_after_mark(self._plain(tools)))), 0
+
+    def _plain(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """An answer without calls, rendered once."""
+        key = tuple(self._templates), tools is None
+        if key not in self._rendered:
+            self._rendered[key] = self._render([ASKED, PLAIN], tools=tools)
+        return self._rendered[key]
 
     def _render(
         self,

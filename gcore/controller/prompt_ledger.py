@@ -31,7 +31,7 @@ from gcore.types import EnvironmentFailure, RewardError, Scored, SessionLeft, Wo
 
 REWARD_ERROR, NO_SPREAD = RewardError.reason, "no_spread"
 # counted against rewards.max_error_frac
-FAILURES = (REWARD_ERROR, WorkflowError.reason, SessionLeft.reason, EnvironmentFailure.reason)
+FAILURES = (REWARD_ERROR, *(kind.reason for kind in (WorkflowError, SessionLeft, EnvironmentFailure)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,9 @@ async def _resume(services: Services) -> RunPosition:
     if services.controllers.rank == 0:
         rewind(folder, position.step, position.warmed)
         checkpointer.set_aside_later(position)
-    services.status.note(f"resumed from {checkpoint} at {position}")
+    begun = services.collector.begun_again
+    begins = f"; {begun} prompts that were in progress begin again" if begun else ""
+    services.status.note(f"resumed from {checkpoint} at {position}{begins}")
     return position
 
 

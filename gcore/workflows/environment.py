@@ -24,9 +24,9 @@ from gcore.content.text import PromptTooLong, text_modality
 from gcore.environments.base import FINAL, OTHERS, Call, Observation, Policy
 from gcore.environments.hosts import EpisodeClient, Hosts
 from gcore.generation.noise import noise_key
-from gcore.types import Bools, EnvironmentFailure, Message, Prompt, Rollout, Scored, UserError
+from gcore.types import Bools, EnvironmentFailure, Message, Prompt, Rollout, Scored, SessionLeft, UserError
 from gcore.workflows.session import Session
-from gcore.workflows.tools import parse_tool_calls
+from gcore.workflows.tool_formats import Schemas
 
 if TYPE_CHECKING:
     from gcore.workflows.context import SampleContext
@@ -85,18 +85,18 @@ async def _sample(
     ctx: SampleContext, hosts: Hosts, prompt: Prompt, sibling: int, params: Mapping[str, Any]
 ) -> Trajectory | EnvironmentFailure:
     """An episode, begun again if it fails."""
-    counts, tried, evicted, alone = hosts.counts, 0, 0, False
+    counts, tried, evicted, suspected = hosts.counts, 0, 0, 0
     counts["episodes"] += 1
     while True:
         try:
-            async with hosts.episode(alone) as episode, asyncio.timeout(hosts.spec.episode_s):
+            async with hosts.episode(alone=suspected > 1) as episode, asyncio.timeout(hosts.spec.episode_s):
                 return await _episode(ctx, hosts, episode, prompt, sibling, params)
         except TimeoutError:
             failure = EnvironmentFailure("timeout", f"the episode took longer than {hosts.spec.episode_s:g} s")
         except EnvironmentFailure as error:
             failure = error
         if (failure.cause in OTHERS or failure.suspect) and evicted < MOST_EVICTIONS:
-            evicted, alone = evicted + 1, alone or failure.suspect
+            evicted, suspected = evicted + 1, suspected + failure.suspect
             counts["evicted"] += 1
             continue
         counts[f"cause_{failure.cause}"] += 1
@@ -130,7 +130,7 @@ async def _episode(
     while True:
         if rollout.finish == "length" and modality.is_full(rollout.num_steps):
             return _full(trajectory, rollout, spec.on_context)
-        calls = calls_of(rollout.turn, opening.tools, spec.calls)
+        calls = calls_of(ctx, rollout, opening.tools, spec.calls)
         with shared.clock.within("environment"):
             seen = await episode.step(rollout.turn, calls)
         trajectory.add(rollout, seen)
@@ -161,15 +161,17 @@ async def _run(
     """The environment talks to the policy itself, by a session of the endpoint."""
     shared, counts = ctx.shared, episode.host.hosts.counts
     session = Session(ctx, text_modality(shared.modality, "environment"), prompt, sibling)
-    async with shared.endpoint.open([session]):
-        policy = Policy(session.base_url, session.api_key, session.model, sampling)
-        seen = await episode.run(row, seed, policy)
-    rollouts = session.rollouts
-    if not rollouts:
+    try:
+        async with shared.endpoint.open([session]):
+            policy = Policy(session.base_url, session.api_key, session.model, sampling)
+            seen = await episode.run(row, seed, policy)
+    except SessionLeft as error:
+        raise EnvironmentFailure("agent_crashed", str(error)) from error
+    if not session.rollouts:
         raise EnvironmentFailure("agent_crashed", "the environment ended without a request to the policy")
-    trajectory = Trajectory(rollouts[-1])
-    trajectory.add(rollouts[-1], seen)
-    counts["turns"] += num_turns(rollouts[-1].mask_S)
+    trajectory = Trajectory(session.rollout)
+    trajectory.add(session.rollout, seen)
+    counts["turns"] += sum(num_turns(segment.mask_S[segment.shared :]) for segment in session.rollout.trajectory)
     return trajectory
 
 
@@ -178,12 +180,14 @@ def num_turns(mask_S: Bools) -> int:
     return int(np.count_nonzero(np.diff(mask_S.astype(np.int8), prepend=0) == 1))
 
 
-def calls_of(text: str, tools: Sequence[Mapping[str, Any]], patterns: Mapping[str, str]) -> list[Call]:
-    """The tool calls of a turn, in their order: by the patterns of the recipe, or as the chat template writes them."""
+def calls_of(ctx: SampleContext, rollout: Rollout, tools: Schemas, patterns: Mapping[str, str]) -> list[Call]:
+    """The tool calls of a turn, in their order: by the patterns of the recipe, or as the family of the model writes
+    them (model.tool_format)."""
     if not tools:
         return []
     if not patterns:
-        return [Call(call.name, call.arguments, call.error) for call in parse_tool_calls(text)]
+        return [Call(call.name, call.arguments, call.error) for call in ctx.read(rollout, tools).calls]
+    text = rollout.turn
     found = [(match.start(), name, match) for name, each in patterns.items() for match in re.finditer(each, text)]
     types = {tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {}) for tool in tools}
     return [
@@ -271,6 +275,8 @@ def with_turn_credit(
     are the discounted rewards from turn k on, and the mean is over the siblings that have such a turn. None: the
     estimator takes a reward per step and discounts it itself; each turn's reward moves to its last token.
     """
+    if any(one.rollout.segments for one in scored):  # of agents: no turn has a reward of its own
+        return list(scored)
     earned = []
     for one, trajectory in zip(scored, made, strict=True):
         rewards = np.array(trajectory.rewards or [0.0], np.float64)

@@ -70,7 +70,7 @@ class ToolFormat:
     def read(self, text: str, tools: Schemas | None = ()) -> AssistantTurn:
         if self.reader is not None:
             return self.reader(self, text, tools)
-        reasoning, said = self._split(text)
+        reasoning, said = self._split(text, () if tools is None else self.openers)
         if tools is None:
             return AssistantTurn(reasoning, said)
         calls, rest = self.find_calls(said, tools)
@@ -115,20 +115,20 @@ class ToolFormat:
         calls = self.openers if tools is not None else ()
         if said.startswith(start) and end not in said:
             return AssistantTurn(_before(said.removeprefix(start), (end, *calls)).strip(), "")
-        reasoning, content = self._split(text)
+        reasoning, content = self._split(text, calls)
         if calls and self.bare and content.lstrip().startswith(("{", "[")):
             return AssistantTurn(reasoning, "")
         content = _before(content, calls).rstrip() if calls else content
         return AssistantTurn(reasoning, content)
 
-    def _split(self, text: str) -> tuple[str, str]:
-        """The thought and what follows it. One that is not closed ends where a call begins."""
+    def _split(self, text: str, calls: Sequence[str]) -> tuple[str, str]:
+        """The thought and what follows it. One that is not closed ends where a call begins: with one of `calls`."""
         start, end = self.thought
         if not (said := text.lstrip()).startswith(start):
             return "", text
         thought, closed, rest = said.removeprefix(start).partition(end)
-        if not closed and (call := self.call.search(thought)) is not None:
-            thought, rest = thought[: call.start()], thought[call.start() :]
+        if not closed and (begun := [at for mark in calls if (at := thought.find(mark)) >= 0]):
+            thought, rest = thought[: min(begun)], thought[min(begun) :]
         return thought.strip(), rest.lstrip("\n")
 
 
@@ -334,9 +334,9 @@ def _whole_messages(text: str) -> str:
     """Without a last message that is a call, or may become one."""
     *before, last = re.split(r"(<\|end\|>|<\|call\|>|<\|return\|>)", text)
     header, sep, body = last.partition("<|message|>")
-    if not sep or re.search(r"\bto=", header):
-        return "".join(before)
-    return "".join(before) + header + sep + body.rstrip()
+    rest = "" if not sep or re.search(r"\bto=", header) else header + sep + body.rstrip()
+    whole = "".join([*before, rest])
+    return whole if "<|message|>" in whole else ""
 
 
 def _joined(parts: Sequence[str]) -> str:

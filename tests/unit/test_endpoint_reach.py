@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import shutil
 import socket
@@ -14,6 +15,7 @@ import aiohttp
 import pytest
 from pydantic import ValidationError
 
+from bench import sessions
 from gcore.config.advice import warnings
 from gcore.config.run import Endpoint as Settings
 from gcore.controller.prompt_ledger import FAILURES
@@ -21,6 +23,7 @@ from gcore.controller.run_prompts import reason_of, run_workflow
 from gcore.protocols import Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.types import SessionLeft, UserError, WorkflowError
+from gcore.workflows.dialects import ROUTES
 from tests.unit.test_endpoint import World, post, streamed, user
 from tests.unit.test_evaluation import config_of
 
@@ -235,3 +238,11 @@ def test_keys_that_belong_together():
     assert "cross the network unencrypted" in line
     secure = config.changed("endpoint", host="eth0", tls_certificate="a", tls_key="b")
     assert not [line for line in warnings(secure) if "endpoint" in line]
+
+
+def test_the_bench_of_sessions():
+    """Without HTTP, in this process: all histories are recognised, and every token is counted."""
+    args = argparse.Namespace(sessions=3, turns=2, tokens=20, think_s=0.0, step_s=0.001, clients=1)
+    row = asyncio.run(sessions.serve("without HTTP", args, None))  # type: ignore[arg-type]
+    assert (row["turns"], row["requests"]) == (6, 6) and row["kb_per_session"] is not None
+    assert {v.get("path", "chat/completions") for v in sessions.VARIANTS.values()} <= set(ROUTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, get_args
 
 import pytest
@@ -152,6 +153,33 @@ def test_what_is_certain_of_a_turn_that_goes_on(name, text, thought, content, ca
         shown.add(turn.content)
     assert row.so_far(text, SCHEMAS).content == content
     assert not content or content[:1] in shown  # before the end
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_any_text_can_be_read(name):
+    """Marks, halves of calls and other pieces, in any order: no exception, and what was certain stays the beginning."""
+    row, rng = BY_NAME[name], random.Random(0)
+    turns = [text for other, text, *_ in TURNS if other == name]
+    halves = [half for text in turns for half in (text[: len(text) // 2], text[len(text) // 2 :])]
+    pieces = [
+        *row.special,
+        *row.openers,
+        *row.thought,
+        *turns,
+        *halves,
+        *'{}[]":=(),;<>1a \n\\',
+        '{"name": "a"}',
+        "</tool_call>",
+    ]
+    for _ in range(1000):
+        parts = rng.choices(pieces, k=rng.randint(0, 8))
+        for tools in (SCHEMAS, None):
+            whole = row.read("".join(parts), tools)
+            assert tools is not None or not whole.calls
+            for end in range(len(parts)):
+                sure = row.so_far("".join(parts[:end]), tools)
+                assert whole.reasoning.startswith(sure.reasoning)
+                assert whole.content.lstrip().startswith(sure.content.lstrip())
 
 
 def test_what_is_certain_of_text_without_calls():
