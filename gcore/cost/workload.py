@@ -24,6 +24,7 @@ from gcore.types import SampleMeta, SharedPrefix
 
 UPDATE = 3  # forward passes that forward and backward cost, without recomputation
 MICRO_BATCH_TOKENS = 128.0  # cost of a micro-batch beyond its samples: kernel launches, weights to gather. Chosen
+LEAST_SAVED = 0.1  # of the time of a mini-batch, for training.share_prefixes=auto. Chosen
 NOTHING = SharedPrefix()
 PRIOR_WEIGHT = 0.3  # of the FLOPs of the model in a fit; an observation has weight 1
 

@@ -21,6 +21,7 @@ from gcore.config.judges import RemoteJudge, Teacher
 from gcore.config.secrets import hide, learn
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
+from gcore.cost.workload import LEAST_SAVED
 from gcore.launch.build import Roles
 from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.epochs import with_steps
@@ -32,7 +33,6 @@ from gcore.launch.plan import Plan
 from gcore.launch.preflight import DatasetCheck, ReadyRun, answers_per_prompt, make_ready
 from gcore.launch.user_code import load_on_step
 from gcore.modalities.table import kind_of
-from gcore.preparation.balance import LEAST_SAVED
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut

@@ -83,11 +83,11 @@ class DatasetCheck:
     num_checked: int
     too_long: tuple[int, ...]  # row numbers
     longest: int  # tokens
-    mean: float  # tokens of those that are not too long
     prompt: Prompt | None  # the first one that is not too long
     digest: str = ""  # sample_digest
     note: str = ""  # for the user
     has_media: bool = False
+    mean: float = 0.0  # tokens of the prompts that are not too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,8 +394,8 @@ def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck
         )
     digest = sample_digest(data.rows)
     mean = sum(lengths) / len(lengths) if lengths else 0.0
-    checked = len(data.rows), len(data.sample), tuple(too_long), longest, mean, first, digest, note
-    return DatasetCheck(data.key, *checked, has_media=num_media > 0 or bool(bad))
+    checked = len(data.rows), len(data.sample), tuple(too_long), longest, first, digest, note
+    return DatasetCheck(data.key, *checked, has_media=num_media > 0 or bool(bad), mean=mean)
 
 
 def _text_alone(data: OpenDataset, kind: str) -> str:

@@ -173,6 +173,9 @@ def _tiles(recording: Recording) -> list[tuple[str, str, str]]:
         tiles.append(("Moves", f"{facts['moves']:,.0f}", f"{facts['moves'] / steps:.1f} per step"))
     if "tokens_per_s" in facts:
         tiles.append(("Tokens per second", count(facts["tokens_per_s"]), ""))
+    if "tokens_saved" in facts:
+        computed = f"{count(facts['tokens_computed'])} were computed"
+        tiles.append(("Tokens saved in training", count(facts["tokens_saved"]), computed))
     if splits := [row for row in recording.steps if any(key.startswith("split/") for key in row)]:
         first, last = (_split(row) for row in (splits[0], splits[-1]))
         tiles.append(("Last split", last, f"from {first}"))

@@ -164,6 +164,8 @@ def _run(folder: Path) -> Recording:
 def _run_summary(folder: Path) -> Row:
     facts = summarize(folder)
     row: Row = {"samples": facts.samples, "total_s": facts.total_s, "tokens_per_s": facts.tokens_per_s}
+    if facts.trained_tokens:
+        row |= dict(zip(("tokens_computed", "tokens_saved"), facts.trained_tokens, strict=True))
     for name, ends in (("reward", facts.reward), ("accuracy", facts.accuracy)):
         if ends:
             row |= {f"{name}_first": ends[0], f"{name}_last": ends[-1]}

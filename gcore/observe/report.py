@@ -46,6 +46,7 @@ class Summary:
     total_s: float
     stages: dict[str, float]  # seconds by stage, over the run
     tokens_per_s: float | None
+    trained_tokens: tuple[float, float] | None  # of one pass per step: that were computed, and saved by shared prefixes
     mfu: float | None  # of training, mean over the steps
     peak_memory_gb: float | None
     peak_rss_mb: float | None
@@ -72,6 +73,7 @@ def summarize(folder: Path) -> Summary:
         total_s=sum(_seconds(row) for row in rows),
         stages={stage: seconds for stage, seconds in stages.items() if seconds > 0},
         tokens_per_s=_tokens_per_s(rl),
+        trained_tokens=_trained_tokens(rl),
         mfu=float(np.mean(shares)) if (shares := numbers(rl, "perf/mfu")) else None,
         peak_memory_gb=max(numbers(rl, "perf/peak_memory_gb"), default=None),
         peak_rss_mb=max(numbers(rl, "controller/peak_rss_mb"), default=None),
@@ -180,6 +182,11 @@ def _lines(facts: Summary) -> list[tuple[str, str]]:
     lines.append(("total time", f"{duration(facts.total_s)}, without the start of processes"))
     if facts.tokens_per_s is not None:
         lines.append(("tokens/s", count(facts.tokens_per_s)))
+    if facts.trained_tokens is not None:
+        computed, saved = facts.trained_tokens
+        share = saved / max(1.0, computed + saved)
+        text = f"{count(computed)} computed, {count(saved)} ({share:.0%}) saved: siblings have them in common"
+        lines.append(("training tokens", text))
     if facts.mfu is not None:
         lines.append(("training MFU", f"{facts.mfu:.1%} of the published dense bfloat16 rate"))
     if facts.episodes:
@@ -203,6 +210,16 @@ def _first_last(rows: Sequence[Row], key: str) -> Ends | None:
 def _seconds(row: Row) -> float:
     """Seconds of a row: its step, or its stages if it has no step time (a separate evaluation)."""
     return max(number(row, "timing_s/step") or 0.0, sum(stage_times(row).values()))
+
+
+def _trained_tokens(rows: Sequence[Row]) -> tuple[float, float] | None:
+    pairs = [
+        (tokens, share)
+        for row in rows
+        if (tokens := number(row, "perf/tokens_trained")) and (share := number(row, "perf/tokens_shared")) is not None
+    ]
+    saved = sum(tokens * share for tokens, share in pairs)
+    return (sum(tokens for tokens, _ in pairs) - saved, saved) if saved else None
 
 
 def _tokens_per_s(rows: Sequence[Row]) -> float | None:

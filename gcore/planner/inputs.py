@@ -14,6 +14,7 @@ import numpy.typing as npt
 from gcore.cost.backends import Work
 from gcore.cost.shapes import Shape
 from gcore.cost.training_memory import Offload
+from gcore.cost.workload import LEAST_SAVED
 from gcore.placement.grid import POLICY
 from gcore.placement.meters import call_quantiles, quantiles
 from gcore.placement.rules import ClusterLoad, Load
@@ -76,9 +77,24 @@ class Workload:
             )
         return self.images * shape.cost.of_medium("image", self.image_pixels)
 
-    def training_work(self, shape: Shape) -> float:
-        """In tokens. Siblings that train on one rank share their images; here, none do."""
-        return self.trained_tokens + self.prompts * self.samples * self.tower_tokens(shape)
+    def training_work(self, shape: Shape, max_tokens: int) -> float:
+        """In tokens; siblings share prompts and images. `max_tokens`: of a micro-batch, or 0: they do not."""
+        images = self.prompts * self.samples * self.tower_tokens(shape)
+        saved = self.shared_prompts(shape, max_tokens)
+        mean = shape.cost.of_token((self.prompt_length + self.response_length) / 2)
+        return self.trained_tokens + images - saved * (self._prompt_work(shape) / mean + self.tower_tokens(shape))
+
+    def shared_prompts(self, shape: Shape, max_tokens: int) -> int:
+        """Prompts that are not computed, because they are those of siblings in the same micro-batch."""
+        answers = self.samples * self.response_length
+        parts = math.ceil(answers / (max_tokens - self.prompt_length)) if max_tokens > self.prompt_length else answers
+        prompts = self.prompts * max(0, self.samples - parts) if max_tokens else 0
+        mean = shape.cost.of_token((self.prompt_length + self.response_length) / 2)
+        least = LEAST_SAVED * self.trained_tokens * mean
+        return prompts if prompts * self._prompt_work(shape) >= least else 0  # as training.share_prefixes=auto
+
+    def _prompt_work(self, shape: Shape) -> float:
+        return shape.cost.of(self.prompt_length) - shape.cost.stateful * self.prompt_length
 
     @property
     def responses(self) -> Lengths:

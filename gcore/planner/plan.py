@@ -68,6 +68,7 @@ class PlanResult:
     changes: tuple[str, ...]  # single changes after which it fits
     trainer: Choice  # memory of a trainer rank, with what was decided about checkpointing and off-load
     drift: Mapping[str, float]  # step seconds by mode if responses are twice as long and the static split stays
+    shared_prompts: int = 0  # per step, that training does not compute: they are those of siblings
 
     @property
     def best(self) -> Estimate | None:
@@ -153,6 +154,7 @@ def plan(
         changes=_changes(inputs) if problems else (),
         trainer=inputs.beside(trainer, engines),
         drift={} if problems else _drift(inputs, fastest),
+        shared_prompts=workload.shared_prompts(model, inputs.shared_up_to(trainer)),
     )
 
 
@@ -341,6 +343,10 @@ class _Inputs:
             best.append(next((fit for fit in tries if not fit.problem), tries[-1]))
         return tuple(best)
 
+    def shared_up_to(self, trainer: Choice) -> int:
+        """Tokens of a micro-batch in which siblings share their prompt; 0: they do not."""
+        return trainer.rank.max_tokens if self.constraints.trainer_context == 1 else 0
+
     def case(self, offload: Offload, widths: Sequence[int]) -> Case:
         work, trainer, by_role = self.workload, self.trainer(offload), dict(zip(self.shapes, widths, strict=True))
         speeds = {role: self.speed(role, tp, offload) for role, tp in by_role.items()}
@@ -349,7 +355,7 @@ class _Inputs:
             gpus=self.gpus,
             shape=self.model,
             rollouts=Rollouts(work.expected(self.model, list(speeds)[1:]), by_role, speeds),
-            trained_tokens=work.training_work(self.model),
+            trained_tokens=work.training_work(self.model, self.shared_up_to(trainer)),
             mean_length=work.prompt_length + work.response_length,
             offload=offload,
             checkpointing=trainer.rank.checkpointing,

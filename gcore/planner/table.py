@@ -223,6 +223,7 @@ def _assumptions(result: PlanResult) -> Text:
         f"efficiency: training {REACH.training:.0%} of FLOP/s, {REACH.training_recomputed:.0%} with checkpointing "
         f"(1.5B on an H200); assumed: decoding {REACH.decode_bandwidth:.0%}, prefill {REACH.prefill:.0%}",
         f"engines: bfloat16, at most {ENGINE.max_sequences} sequences per replica; siblings share a prefill",
+        f"training: {_sharing(result)}",
         f"trainer: FSDP over {rank.shard} ranks x tp {rank.tensor_parallel}, float32 weights and AdamW, "
         + _decided(result.trainer),
     ]
@@ -235,6 +236,17 @@ def _assumptions(result: PlanResult) -> Text:
         lines.append(f"during the rollout, {where[rank.offload]}; host memory: {result.host_gb:.0f} GB per machine")
         lines.append("rollouts are forecasts, as those of runs; no number was checked on more than one GPU")
     return Text("assumptions\n" + "\n".join(f"  {line}" for line in lines), "dim")
+
+
+def _sharing(result: PlanResult) -> str:
+    work, shared = result.workload, result.shared_prompts
+    saved = shared * work.prompt_length
+    if not saved:
+        return f"{count(work.trained_tokens)} tokens; siblings do not share their prompt (training.share_prefixes)"
+    return (
+        f"{count(work.trained_tokens - saved)} of {count(work.trained_tokens)} tokens are computed, {count(saved)} "
+        "are those of siblings (training.share_prefixes)"
+    )
 
 
 def _split(estimate: Estimate) -> str:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gcore.cost.workload import MICRO_BATCH_TOKENS, NOTHING, CostModel, shared_prefixes
+from gcore.cost.workload import LEAST_SAVED, MICRO_BATCH_TOKENS, NOTHING, CostModel, shared_prefixes
 from gcore.preparation.assignment import (
     WIDTH_BLOCK,
     Bin,
@@ -50,7 +50,6 @@ UNIT = 1024  # integer costs per token
 FAR_ABOVE = 1.2  # a sample is split over ranks if it costs more than this multiple of what others have. Chosen
 MIN_PART = 1024  # tokens of a split sample per rank, unless it does not fit otherwise. Chosen
 PART = 256  # ranks that are laid out together: the time of a layout grows with samples x ranks
-LEAST_SAVED = 0.1  # of the time of a mini-batch, for `auto` to share prefixes. Chosen
 PARTS_OF_UNITS = (4, 2, 1)  # units have at most this part of the token budget, and of a rank's share
 CONTEXT_OVERHEAD = 0.1  # of the time, for each doubling of the ranks that share a sample: communication. Chosen
 

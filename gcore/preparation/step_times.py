@@ -38,6 +38,7 @@ class StepTimes:
         row = {"perf/micro_batches": float(sum(len(mini.micro_batches) for mini in batches[0].mini_batches))}
         if self._info.shares:
             row["perf/tokens_shared"] = shared_tokens(batches, metas)
+            row["perf/tokens_trained"] = float(sum(meta.length for meta in metas))
         if len(batches) > 1:
             idle = idle_share(batches, metas, self._cost)
             row["perf/idle_predicted"] = idle.per_micro_batch if self._info.sharded else idle.per_mini_batch

@@ -25,7 +25,8 @@ from gcore.cost.workload import CostModel
 from gcore.models.networks import make_empty
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
-from gcore.preparation.samples import meta_of
+from gcore.preparation.samples import metas_of
+from gcore.preparation.step_times import shared_tokens
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Metric, Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
@@ -68,17 +69,22 @@ class World(NamedTuple):
     backend: str
     topology: Topology
     shard: int = 1
+    shares: bool = False  # siblings share their prompt
 
     @property
     def name(self) -> str:
         _, *degrees = dataclasses.astuple(self.topology)
-        return "-".join(map(str, (self.backend, self.topology.ranks, self.shard, *degrees)))
+        shares = ["shares"] * self.shares
+        return "-".join(map(str, (self.backend, self.topology.ranks, self.shard, *degrees, *shares)))
 
 
 ALONE = World("fsdp", Topology(1))
 FSDP = [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1), (4, 2, 2), (4, 1, 4)]  # ranks, shard, tensor
 MEGATRON = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)]  # ranks, tensor, pipeline; more in test_resharding.py
+SHARING = [World("fsdp", Topology(2, tensor), shard, shares=True) for shard, tensor in ((2, 1), (1, 2))]
 WORLDS = [
+    World("fsdp", Topology(1), shares=True),
+    *SHARING,
     *(World("fsdp", Topology(ranks, tensor), shard) for ranks, shard, tensor in FSDP),
     *(World("megatron", Topology(*degrees)) for degrees in MEGATRON if importlib.util.find_spec("megatron")),
 ]
@@ -123,13 +129,15 @@ def train(config: Config, rank: int, world: World) -> dict[str, Any]:
         for step in (1, 2):
             samples = samples_of(step, prompts=6)
             layout = make_layout(
-                [meta_of(s) for s in samples],
+                metas_of(samples),
                 step=step,
+                shares=world.shares,
                 num_ranks=world.topology.data_parallel,
                 mini_batches=config.algorithm.mini_batches,
                 max_tokens=60,
                 cost=CostModel(100.0),
             )
+            assert (shared_tokens(layout, metas_of(samples)) > 0) == world.shares
             batch = layout[world.topology.data_rank(rank)]
             batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples if s.key in batch.keys})
             await trainer.push(0, [s for s in samples if s.key in batch.advantages])

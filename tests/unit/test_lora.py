@@ -24,7 +24,7 @@ from gcore.cost.workload import CostModel
 from gcore.models.networks import LORA_A, LORA_B, adapters_of
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
-from gcore.preparation.samples import meta_of
+from gcore.preparation.samples import metas_of
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
 from gcore.training.backend import NewNetwork
@@ -260,7 +260,7 @@ def train_as(rank: int, size: int, shard: int, folder: Path, dtype: torch.dtype 
     for seed in range(2):
         samples = samples_of(seed, prompts=6)
         layout = {"step": 1, "mini_batches": 2, "max_tokens": 60, "cost": CostModel(100.0), "objective": "policy"}
-        batch = make_layout([meta_of(s) for s in samples], num_ranks=size, **layout)[rank]
+        batch = make_layout(metas_of(samples), num_ranks=size, shares=shard == 2, **layout)[rank]
         keys = {k for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for k in row}
         norms.append(update(trainer, [s for s in samples if s.key in keys], batch).grad_norm)
     folder.mkdir(exist_ok=True)
@@ -273,7 +273,7 @@ def load_part(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_two_ranks_train_as_one(tmp_path):
-    """As two copies, and as one copy in two shards; about so in bfloat16."""
+    """As two copies, and as one copy in two shards, where siblings share their prompt; about so in bfloat16."""
     ranks = start_ranks(2, _rank, free_address(), str(tmp_path))
     train_as(0, 1, 1, tmp_path / "alone")
     finish_ranks(ranks)

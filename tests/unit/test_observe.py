@@ -533,6 +533,14 @@ def test_summary_text_and_panel(tmp_path: Path) -> None:
     ]
 
 
+def test_summary_of_tokens_that_siblings_share(tmp_path: Path) -> None:
+    rows = [{"step": 1, "perf/tokens_trained": 3000.0, "perf/tokens_shared": share} for share in (0.5, 0.25)]
+    folder = written(tmp_path, *rows, {"step": 2, "perf/tokens_trained": 1000.0})
+    assert summarize(folder).trained_tokens == (3750.0, 2250.0)
+    assert "  training tokens  3.8k computed, 2.2k (38%) saved: siblings have them in common" in summary_text(folder)
+    assert summarize(written(tmp_path / "none", {"step": 1, "perf/tokens_shared": 0.0})).trained_tokens is None
+
+
 def test_summary_of_an_empty_run(tmp_path: Path) -> None:
     assert "steps  " in summary_text(tmp_path) and plot_reward(tmp_path) is None
     assert summarize(written(tmp_path, {"step": 0, "eval/accuracy": 0.5})).accuracy == (0.5,)

@@ -232,6 +232,22 @@ def test_the_measured_step():
     assert result.best.stages["training"] == pytest.approx(2.98, rel=0.1)
 
 
+def test_prompts_that_siblings_share():
+    """16 answers of 1024 tokens do not fit one micro-batch with their prompt of 1024: in two, 14 of 16 are saved."""
+    work = Workload(4, 16, prompt_length=1024, response_length=1024, max_response_length=1024)
+    shape = SHAPES["1.5B"]
+    result = plan(shape, [], 1, GPUS["h200"], work, Constraints(checkpointing=True))
+    assert result.trainer.rank.max_tokens == 16384 and result.shared_prompts == 4 * 14
+    whole, shared = work.training_work(shape, 0), work.training_work(shape, 16384)
+    saved = 4 * 14 * shape.cost.of(1024) / shape.cost.of_token(1024)
+    assert (whole, whole - shared) == (4 * 16 * 2048, pytest.approx(saved))
+    assert work.shared_prompts(shape, 1000) == 0 and work.shared_prompts(shape, 1 << 20) == 4 * 15
+    short = dataclasses.replace(work, prompt_length=64)
+    assert short.shared_prompts(shape, 16384) == 0  # too little
+    of_ranks = plan(shape, [], 2, GPUS["h200"], work, Constraints(trainer_context=2))
+    assert of_ranks.shared_prompts == 0
+
+
 def test_problems_come_with_changes_that_would_fit():
     result = plan(SHAPES["72B"], [SHAPES["72B"]], 8, H100)
     assert result.best is None and result.estimates == () and result.saved_over("static") is None

@@ -219,3 +219,5 @@ def test_most_of_what_can_be_saved_is_saved():
             shares="auto",
         )  # fmt: skip
         assert shared_tokens([batch], metas) * 8 * 3072 == 2048 * (8 - parts), budget
+        rows = [row for micro in batch.mini_batches[0].micro_batches for row in micro.rows]
+        assert {len(row) for row in rows} == {8 // parts}, budget

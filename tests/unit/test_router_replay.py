@@ -218,6 +218,30 @@ def test_gates_are_those_of_the_trainers_routers_and_learn():
     assert torch.allclose(first, recomputed, atol=1e-5)
 
 
+def test_siblings_that_share_their_prompt():
+    """Its experts are replayed once. The router's gradient is the sum of both."""
+    network = network_of()
+    prompt = Tokens(np.random.default_rng(0).integers(3, 48, 12).astype(np.int32))
+    found = generated(network, [ask(prompt, 6, key) for key in range(4)])
+    samples = [
+        Sample(0, i, prompt.extended(c.content), np.ones(c.content.num_steps, bool), c.logprobs_S)
+        for i, c in enumerate(found)
+    ]
+    moved_routers(network)
+    model, results, keys = LogprobModel(network), [], tuple(sample.key for sample in samples)
+    for shares in (False, True):
+        network.zero_grad()
+        packed = to_tensors(MicroBatch((keys,), 80, shares=shares), {s.key: s for s in samples}, CPU)
+        assert len({int(path[0]) for path in packed.paths}) == (1 if shares else 4)
+        values = model(packed)[0]
+        (values * torch.linspace(-1, 1, len(values))).sum().backward()
+        gates = [router.weight.grad.clone() for router in find_expert_routers(network)]
+        results.append((values.detach(), torch.stack(gates)))
+    (whole, of_whole), (shared, of_shared) = results
+    assert torch.allclose(whole, shared, atol=1e-5) and float((whole - of_engine(samples)).abs().max()) > 0.05
+    assert float((of_whole - of_shared).abs().max()) <= 1e-5 * float(of_whole.abs().max())
+
+
 def recompute_by_hand(network: Any, sample: Sample) -> torch.Tensor:
     """The plain forward pass of transformers, whose routers see minus infinity for experts that were not recorded."""
     experts = torch.from_numpy(sample.content.experts.astype(np.int64))

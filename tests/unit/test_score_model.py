@@ -15,7 +15,8 @@ from gcore.cost.workload import CostModel
 from gcore.models.networks import load_scorer, score_texts
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
-from gcore.preparation.samples import meta_of
+from gcore.preparation.samples import metas_of
+from gcore.preparation.step_times import shared_tokens
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import add_metrics
 from gcore.training.backend import NewNetwork
@@ -40,7 +41,7 @@ PAIRS = [(text(n, 1), text(n + n % 3, 2)) for n in range(3, 19)]
 def config_of() -> Config:
     tree = {
         "objective": "reward_model",
-        "model": RECIPE["model"],
+        "model": {"build": {**RECIPE["model"]["build"], "max_length": 128}},
         "data": {"train": {"path": "pairs.jsonl"}, "max_prompt_length": 12},
         "generation": {"max_response_length": 11},
         "training": {"lr": 1e-3},
@@ -68,9 +69,9 @@ def trainer_of(config: Config) -> TrainerRank:
     return TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
 
 
-def lay_out(samples, num_ranks=1, max_tokens=10_000):
-    sizes = {"num_ranks": num_ranks, "max_tokens": max_tokens, "mini_batches": 1, "cost": CostModel(100.0)}
-    return make_layout([meta_of(s) for s in samples], step=1, together=True, objective="reward_model", **sizes)
+def lay_out(samples, num_ranks=1, max_tokens=10_000, **options):
+    sizes = {"num_ranks": num_ranks, "max_tokens": max_tokens, "mini_batches": 1, "cost": CostModel(100.0), **options}
+    return make_layout(metas_of(samples), step=1, together=True, objective="reward_model", **sizes)
 
 
 def test_bradley_terry():
@@ -80,23 +81,31 @@ def test_bradley_terry():
     assert found.tolist() == pytest.approx([math.log(2), math.log(4 / 3), math.log(4), 0.0, 100.0], abs=1e-12)
 
 
-def direct(network):
+def direct(network, pairs):
     """Differences of the scores, by the network as it is served: one row per text."""
-    scores = [torch.cat([score_texts(network, [t], len(t)) for t in side]) for side in zip(*PAIRS, strict=True)]
+    scores = [torch.cat([score_texts(network, [t], len(t)) for t in side]) for side in zip(*pairs, strict=True)]
     return scores[0] - scores[1]
 
 
-@pytest.mark.parametrize("layout", [{}, {"num_ranks": 4, "max_tokens": 60}], ids=["whole", "ranks"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"num_ranks": 4, "max_tokens": 60}, {"num_ranks": 4, "max_tokens": 130, "shares": True}],
+    ids=["whole", "ranks", "shared conversations"],
+)
 def test_loss_gradient_and_metrics(layout):
     """Of packed rows on several ranks, played one after another: those of the served model with one text per row."""
-    config = config_of()
+    config, pairs = config_of(), PAIRS
+    if "shares" in layout:  # the answers of a pair follow one conversation
+        pairs = [tuple(np.concatenate([text(40 + a.size, 3), t]) for t in (a, b)) for a, b in PAIRS]
     network = scorer_of(config)
-    differences = direct(network)
+    differences = direct(network, pairs)
     expected = -torch.nn.functional.logsigmoid(differences).mean()
     expected.backward()
-    samples, trainer, sums, metrics = samples_of_pairs(PAIRS), trainer_of(config), {}, {}
+    samples, trainer, sums, metrics = samples_of_pairs(pairs), trainer_of(config), {}, {}
     asyncio.run(trainer.end_warm_start())
-    for batch in lay_out(samples, **layout):
+    batches = lay_out(samples, **layout)
+    assert (shared_tokens(batches, metas_of(samples)) > 0.3) == ("shares" in layout)
+    for batch in batches:
         own = [s for s in samples if s.key in batch.keys]
         gradients, stats = gradients_of(trainer, own, batch)
         sums = {key: sums.get(key, 0) + value for key, value in gradients.items()}

@@ -23,7 +23,8 @@ from gcore.models.networks import LORA_A, LORA_B, SCORE, adapters_of
 from gcore.models.towers import tower_of, tower_parameters
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
-from gcore.preparation.samples import meta_of
+from gcore.preparation.samples import metas_of
+from gcore.preparation.step_times import shared_tokens
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
@@ -74,7 +75,7 @@ def rank_of(config: Config, rank: int, shard: int) -> TrainerRank:
 
 
 def train_as(rank: int, size: int, shard: int, case: str, folder: Path) -> None:
-    """Two steps. Micro-batches are small: some have images, some have none."""
+    """Two steps. Micro-batches are small: some have images, some have none. In two shards, siblings share prompts."""
     trainer, name = rank_of(config_for(case), rank, shard), f"{case}-{size}-{shard}-{rank}"
 
     async def run() -> tuple[list[Any], dict[str, Any]]:
@@ -83,7 +84,9 @@ def train_as(rank: int, size: int, shard: int, case: str, folder: Path) -> None:
         for step in (1, 2):
             samples = samples_of(contents(config_for(case), folder / f"media-{name}", IMAGES))
             options = {"step": step, "mini_batches": 2, "max_tokens": 60, "cost": CostModel(100.0)}
-            batch = make_layout([meta_of(s) for s in samples], num_ranks=size, **options)[rank]
+            layout = make_layout(metas_of(samples), num_ranks=size, shares=shard == 2, **options)
+            assert (shared_tokens(layout, metas_of(samples)) > 0.05) == (shard == 2)
+            batch = layout[rank]
             own = {s.key: s for s in samples if s.key in batch.keys}
             await trainer.push(0, list(own.values()))
             batch = replace(batch, advantages={key: s.reward for key, s in own.items()})
@@ -176,7 +179,7 @@ def test_adapters_sit_on_the_parts_that_are_asked_for(parts: list[str], tmp_path
         samples = samples_of(prompts)
         await trainer.push(0, samples)
         (batch,) = make_layout(
-            [meta_of(s) for s in samples], num_ranks=1, step=1, mini_batches=1, max_tokens=999, cost=CostModel(100.0)
+            metas_of(samples), num_ranks=1, step=1, mini_batches=1, max_tokens=999, cost=CostModel(100.0)
         )
         await trainer.update(replace(batch, advantages={s.key: s.reward for s in samples}))
         await engine.load_weights(1, await trainer.weight_bucket(0, Receivers(())))
