@@ -22,7 +22,7 @@ from gcore.content.families import KINDS, kind_module
 from gcore.content.media import BadMedia, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.types import Bools, Message, Pixels, Prompt, SamplingParams, UserError
+from gcore.types import Bools, Message, Pixels, Prompt, Rollout, SamplingParams, UserError
 
 TAIL = 8  # tokens before a turn, to see how the chat template opens it
 MARK = "\u00a7"  # position marker in the rendered template; any text without special tokens would do
@@ -169,6 +169,20 @@ class TextModality:
         the feedback follows."""
         after = self._render((*history, *feedback), add_generation_prompt=True)
         return not after.startswith(self._render(history))
+
+    def beginning(self, rollout: Rollout, num_steps: int, sibling: int) -> Rollout:
+        """Its first steps, as another sibling. Nothing is copied."""
+        return dataclasses.replace(
+            rollout,
+            sibling=sibling,
+            content=tokens_of(rollout.content).beginning(num_steps),
+            logprobs_S=rollout.logprobs_S[:num_steps],
+            mask_S=rollout.mask_S[:num_steps],
+            versions_S=rollout.versions_S[:num_steps],
+            output="",
+            turn="",
+            finish="stop",
+        )
 
     def step_texts(self, content: Content) -> list[str]:
         """The text of every token."""
