@@ -25,7 +25,7 @@ from gcore.content.families import KINDS, kind_module
 from gcore.content.media import BadMedia, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.types import Bools, Message, Pixels, Prompt, SamplingParams, UserError
+from gcore.types import Bools, Message, Pixels, Prompt, Rollout, SamplingParams, UserError
 
 MARK = "zqMARKqz"  # position marker in rendered messages; any text that no message has would do
 ASKED = {"role": "user", "content": "?"}
@@ -193,6 +193,20 @@ class TextModality:
         except UserError:
             return False
         return not after.startswith(before)
+
+    def beginning(self, rollout: Rollout, num_steps: int, sibling: int) -> Rollout:
+        """Its first steps, as another sibling. Nothing is copied."""
+        return dataclasses.replace(
+            rollout,
+            sibling=sibling,
+            content=tokens_of(rollout.content).beginning(num_steps),
+            logprobs_S=rollout.logprobs_S[:num_steps],
+            mask_S=rollout.mask_S[:num_steps],
+            versions_S=rollout.versions_S[:num_steps],
+            output="",
+            turn="",
+            finish="stop",
+        )
 
     def step_texts(self, content: Content) -> list[str]:
         """The text of every token."""
