@@ -25,7 +25,7 @@ from gcore.content.families import KINDS, kind_module
 from gcore.content.media import BadMedia, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.types import Bools, Message, Pixels, Prompt, SamplingParams, UserError
+from gcore.types import Bools, Message, Pixels, Prompt, Rollout, SamplingParams, UserError
 
 MARK = "zqMARKqz"  # position marker in rendered messages; any text that no message has would do
 ASKED = {"role": "user", "content": "?"}
@@ -65,6 +65,7 @@ class TextModality:
         self._max_prompt_tokens = max_prompt_length
         self._decoder = Detokenizer(tokenizer)
         self._rendered: dict[tuple[Any, bool], str] = {}  # of `_plain`
+        self._stops: dict[str, int | None] = {}  # of `_first_stop`
         self._params = SamplingParams(
             generation.max_response_length,
             generation.temperature,
@@ -203,6 +204,20 @@ class TextModality:
             return False
         return not after.startswith(before)
 
+    def beginning(self, rollout: Rollout, num_steps: int, sibling: int) -> Rollout:
+        """Its first steps, as another sibling. Nothing is copied."""
+        return dataclasses.replace(
+            rollout,
+            sibling=sibling,
+            content=tokens_of(rollout.content).beginning(num_steps),
+            logprobs_S=rollout.logprobs_S[:num_steps],
+            mask_S=rollout.mask_S[:num_steps],
+            versions_S=rollout.versions_S[:num_steps],
+            output="",
+            turn="",
+            finish="stop",
+        )
+
     def step_texts(self, content: Content) -> list[str]:
         """The text of every token."""
         return [self._tokenizer.decode([token]) for token in tokens_of(content).tokens_S.tolist()]
@@ -255,7 +270,6 @@ class TextModality:
         given = feedback[0] if feedback and feedback[0].get("role") == "assistant" else None
         results = list(feedback if given is None else feedback[1:])
         calls = _calls_answered((given or {}).get("tool_calls") or (), results)
-        plain = PLAIN
         turns = [{"role": "assistant", "content": "", "tool_calls": some} for some in (calls, calls[-1:]) if some]
         error = UserError(
             "ctx.proceed: the chat template leaves out what the assistant says (key: model.chat_template)"
@@ -264,9 +278,9 @@ class TextModality:
         given_tools: tuple[list[Any] | None, ...] = (
             ([],) if calls and isinstance(self.chat_template, Mapping) else (None, [])
         )
-        for tools, turn in itertools.product(given_tools, (*turns, plain)):
+        for tools, turn in itertools.product(given_tools, (*turns, PLAIN)):
             try:
-                alone = self._plain(tools) if turn is plain else self._render([ASKED, turn], tools=tools)
+                alone = self._plain(tools) if turn is PLAIN else self._render([ASKED, turn], tools=tools)
                 whole = self._render([ASKED, turn, *results], add_generation_prompt=True, tools=tools)
             except UserError as rejected:
                 error = rejected
@@ -276,15 +290,21 @@ class TextModality:
         else:
             raise error
         end, text = _after_mark(alone), _after_mark(whole)
-        tokens = self._encode(end)
-        (stops,) = np.nonzero(np.isin(tokens, self._params.stop_tokens))
-        if len(stops) and ended:
-            return text, int(stops[0]) + 1
-        if turn is plain:
+        stop = self._first_stop(end)
+        if stop is not None and ended:
+            return text, stop + 1
+        if turn is PLAIN:
             return text, 0
-        if len(stops):
-            return text, int(stops[0])
+        if stop is not None:
+            return text, stop
         return text.removeprefix(end.removesuffix(_after_mark(self._plain(tools)))), 0
+
+    def _first_stop(self, end: str) -> int | None:
+        """Where the tokens of the end of a turn have a stop token."""
+        if end not in self._stops:
+            (found,) = np.nonzero(np.isin(self._encode(end), self._params.stop_tokens))
+            self._stops[end] = int(found[0]) if len(found) else None
+        return self._stops[end]
 
     def _plain(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         """An answer without calls, rendered once."""

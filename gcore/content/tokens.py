@@ -166,6 +166,21 @@ class Tokens:
         experts = chosen[0] if len(chosen) == 1 else np.concatenate(chosen) if chosen else None
         return replace(self, tokens_S=tokens_S, sampling_mask=mask, media=media, experts=experts)
 
+    def beginning(self, num_steps: int) -> Tokens:
+        """With the first steps alone. Nothing is copied."""
+        end = len(self.tokens_P) + num_steps
+        mask = self.sampling_mask
+        if mask is not None:
+            counts_S = mask.counts_S[:num_steps]
+            mask = SamplingMask(mask.ids_K[: int(counts_S.sum())], counts_S)
+        return replace(
+            self,
+            tokens_S=self.tokens_S[:num_steps],
+            sampling_mask=mask,
+            media=tuple(medium for medium in self.media if not medium.places.size or medium.places[0] < end),
+            experts=None if self.experts is None else self.experts[: end - 1],
+        )
+
     def end(self, params: SamplingParams) -> Finish | None:
         if self.num_steps and self.tokens_S[-1] in params.stop_tokens:
             return "stop"

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,21 +36,36 @@ SoFar = Callable[[Turn], Awaitable[None]]  # the turn with as much of its conten
 
 @dataclasses.dataclass(slots=True)
 class Node:
-    """A conversation after a turn of the policy. `said`: the messages, or the text, up to the end of the turn."""
+    """A conversation after a turn of the policy. Its steps are stored once, in the rollout of the last turn that
+    continues it."""
 
-    said: tuple[str, ...] | str
-    tools: str
-    rollout: Rollout
-    message: Message  # the turn
+    said: bytes | str  # the messages up to the end of the turn, see `prefixes`; or the text
+    length: int  # of it, in messages or characters
+    rollout: Rollout | None  # None: see `onward`
+    message: Message = dataclasses.field(default_factory=dict)  # the turn, for the chat template
     before: Node | None = None  # the turn that this one continues
+    onward: Node | None = None  # a turn that continues this one
     taken: set[int] = dataclasses.field(default_factory=set)  # numbers of its continuations, also of those under way
+    sibling: int = 0
+    num_steps: int = 0
 
-    def begins(self, said: tuple[str, ...] | str, tools: str) -> bool:
-        """Whether the request continues it."""
-        length = len(self.said)
-        return (
-            type(said) is type(self.said) and tools == self.tools and length < len(said) and said[:length] == self.said
-        )
+    def __post_init__(self) -> None:
+        assert self.rollout is not None
+        self.sibling, self.num_steps = self.rollout.sibling, self.rollout.num_steps
+        if self.before is not None and self.before.rollout is not None:
+            self.before.rollout, self.before.onward = None, self
+
+
+def prefixes(messages: Sequence[Message], tools: Any) -> list[bytes]:
+    """Digests of the first 0, 1, 2, ... messages. Equal for equal messages after equal tools."""
+    found = [json.dumps(tools, sort_keys=True).encode()]
+    for message in messages:
+        found.append(followed(found[-1], message))
+    return found
+
+
+def followed(prefix: bytes, message: Message) -> bytes:
+    return hashlib.blake2b(prefix + identity(message).encode(), digest_size=16).digest()
 
 
 class Session:
@@ -61,8 +77,11 @@ class Session:
         self.model = "policy"
         self.failure: Exception | None = None  # of G-Core: the workflow cannot continue
         self._nodes: list[Node] = []
+        self._at: dict[bytes | str, list[Node]] = {}  # by what was said
         self._begun: set[int] = set()  # sibling numbers of its conversations
-        self._turns: dict[str, list[Message]] = {}  # messages up to a turn, by its name, for requests that refer to it
+        # For requests that refer to a turn by its name: what was said up to it, and the last message of each prefix.
+        self._turns: dict[str, bytes] = {}
+        self._messages: dict[bytes, tuple[bytes, Message]] = {}
         self._max_tokens = modality.params({}, greedy=False).max_tokens
         self._requests = itertools.count()
         self._active, self._last = 0, asyncio.get_running_loop().time()  # requests under way; when the last one ended
@@ -75,7 +94,7 @@ class Session:
         """The conversations, in the order of their last turns, for workflows that train each as a sample of its own:
         turns that several begin with are then trained in each of them."""
         self._collected = True
-        return [node.rollout for node in self._nodes if not node.taken]
+        return [self._rollout_of(node) for node in self._nodes if not node.taken]
 
     @property
     def rollout(self) -> Rollout:
@@ -87,11 +106,9 @@ class Session:
         trained: set[int] = set()  # turns that an earlier segment has
         segments = list[Rollout]()
         for end in ends:
-            turns = [end]
-            while turns[-1].before is not None:
-                turns.append(turns[-1].before)
-            known = next((turn.rollout.num_steps for turn in turns if id(turn) in trained), 0)
-            segments.append(dataclasses.replace(end.rollout, shared=known))
+            turns = [end, *_turns_before(end)]
+            known = next((turn.num_steps for turn in turns if id(turn) in trained), 0)
+            segments.append(dataclasses.replace(self._rollout_of(end), shared=known))
             trained |= set(map(id, turns))
         return dataclasses.replace(segments[0], segments=tuple(segments[1:]))
 
@@ -132,7 +149,7 @@ class Session:
 
     async def _turn(self, ask: Ask, so_far: SoFar | None) -> Turn:
         ask = self._whole(ask)
-        said: tuple[str, ...] | str = tuple(map(identity, ask.messages)) if ask.text is None else ask.text
+        said = prefixes(ask.messages, ask.tools) if ask.text is None else ask.text
         head = Turn(f"p{self.prompt.id}s{self.sibling}r{next(self._requests)}", ask.model)
 
         async def tell(context: Content, made: Completion) -> None:
@@ -146,8 +163,7 @@ class Session:
                 await so_far(dataclasses.replace(shown, prompt_tokens=context.size, num_tokens=own))
 
         rollout, before = await self._next_turn(said, ask, tell if so_far is not None else None)
-        after = rollout.mask_S[before.rollout.num_steps if before is not None else 0 :]
-        own = last_turn(after)  # steps of the turn
+        own = last_turn(rollout.mask_S[before.num_steps if before is not None else 0 :])  # steps of the turn
         spoken = AssistantTurn("", str(rollout.turn))
         if ask.text is None:
             spoken = self._context.read(rollout, ask.tools)
@@ -161,23 +177,34 @@ class Session:
             num_tokens=own,
             logprobs=self._logprobs(rollout, own) if ask.logprobs else (),
         )
-        end = (*said, identity(turn.message)) if isinstance(said, tuple) else said + turn.content
-        self._nodes.append(Node(end, json.dumps(ask.tools, sort_keys=True), rollout, turn.message, before))
+        if isinstance(said, str):
+            whole = said + turn.content
+            self._nodes.append(Node(whole, len(whole), rollout, before=before))
+            return turn
+        self._nodes.append(Node(followed(said[-1], turn.message), len(said), rollout, turn.message, before))
+        self._at.setdefault(self._nodes[-1].said, []).append(self._nodes[-1])
         if ask.keep:
-            self._turns[turn.name] = [*ask.messages[len(ask.instructions) :], turn.message]
+            self._keep(turn, ask.messages[len(ask.instructions) :])
         return turn
+
+    def _keep(self, turn: Turn, before: Sequence[Message]) -> None:
+        """Each message is stored once for all turns that come after it."""
+        messages, prefix = [*before, turn.message], b""
+        for message in messages:
+            last, prefix = prefix, followed(prefix, message)
+            self._messages.setdefault(prefix, (last, message))
+        self._turns[turn.name] = prefix
 
     def count(self, ask: Ask) -> Turn:
         """A turn that has no more than the number of tokens before it."""
         ask = self._whole(ask)
-        said = tuple(map(identity, ask.messages))
-        node = self._continued(said, json.dumps(ask.tools, sort_keys=True))
+        node = self._continued(prefixes(ask.messages, ask.tools))
         if node is not None and not self._is_rewritten(node, ask.messages):
-            answered = self._seen(ask.messages[len(node.said) - 1 :])
-            added = self._modality.between_turns(node.rollout.content, answered)
-            return Turn("", ask.model, prompt_tokens=node.rollout.content.size + added.num_steps)
-        content = self._modality.context(self._seen(ask.messages), ask.tools)
-        return Turn("", ask.model, prompt_tokens=content.size)
+            content = self._rollout_of(node).content
+            added = self._modality.between_turns(content, self._seen(ask.messages[node.length - 1 :]))
+            return Turn("", ask.model, prompt_tokens=content.size + added.num_steps)
+        opened = self._modality.context(self._seen(ask.messages), ask.tools)
+        return Turn("", ask.model, prompt_tokens=opened.size)
 
     def _whole(self, ask: Ask) -> Ask:
         """With all messages before the turn."""
@@ -185,7 +212,11 @@ class Session:
             raise BadRequest(f"previous_response_id: {ask.previous!r} is not a stored response of this session")
         messages = ask.messages
         if ask.previous is not None:
-            messages = conversation([*self._turns[ask.previous], *messages])
+            earlier, at = list[Message](), self._turns[ask.previous]
+            while at in self._messages:
+                at, message = self._messages[at]
+                earlier.append(message)
+            messages = conversation([*reversed(earlier), *messages])
         return dataclasses.replace(ask, messages=[*ask.instructions, *messages])
 
     def _logprobs(self, rollout: Rollout, own: int) -> list[tuple[str, float]]:
@@ -206,24 +237,36 @@ class Session:
 
     # ---- conversations --------------------------------------------------------------------------------------------
 
-    def _continued(self, said: tuple[str, ...] | str, tools: str) -> Node | None:
-        """The longest conversation that the request continues; of equal ones, the one that was continued least."""
-        continued = [node for node in self._nodes if node.begins(said, tools)]
-        return max(continued, key=lambda node: (len(node.said), -len(node.taken)), default=None)
+    def _rollout_of(self, node: Node) -> Rollout:
+        source = node
+        while source.rollout is None:
+            assert source.onward is not None
+            source = source.onward
+        if source is node:
+            return source.rollout
+        return self._modality.beginning(source.rollout, node.num_steps, node.sibling)
 
-    async def _next_turn(self, said: tuple[str, ...] | str, ask: Ask, tell: Tell | None) -> tuple[Rollout, Node | None]:
+    def _continued(self, said: list[bytes] | str) -> Node | None:
+        """The longest conversation that the request continues; of equal ones, the one that was continued least."""
+        if isinstance(said, str):
+            texts = [(node, node.said) for node in self._nodes if isinstance(node.said, str)]
+            found = [node for node, text in texts if len(text) < len(said) and said.startswith(text)]
+        else:
+            found = next((self._at[prefix] for prefix in reversed(said[:-1]) if prefix in self._at), [])
+        return max(found, key=lambda node: (node.length, -len(node.taken)), default=None)
+
+    async def _next_turn(self, said: list[bytes] | str, ask: Ask, tell: Tell | None) -> tuple[Rollout, Node | None]:
         """Of the conversation that the request continues, or of a new one. Also the turn that it continues."""
-        described = json.dumps(ask.tools, sort_keys=True)
         params = {"max_tokens": self._max_tokens, **ask.params}
-        if (node := self._continued(said, described)) is not None:
+        if (node := self._continued(said)) is not None:
             if ask.text is not None:
-                return await self._continue(node, ask.text[len(node.said) :], params, tell), node
+                return await self._continue(node, ask.text[node.length :], params, tell), node
             if not self._is_rewritten(node, ask.messages):
-                answered = self._seen(ask.messages[len(node.said) - 1 :])  # with the message of the policy
+                answered = self._seen(ask.messages[node.length - 1 :])  # with the message of the policy
                 return await self._continue(node, answered, params, tell), node
             # Else the messages, as the chat template writes them now, are the context of another conversation.
         # By its messages: the noise of conversations that begin in parallel does not depend on which one is first.
-        begun = noise_key(json.dumps([said, described]))
+        begun = noise_key(said if isinstance(said, str) else said[-1].hex())
         others = (noise_key("conversation", self.sibling, begun, i) >> 16 for i in itertools.count())
         sibling = next(s for s in itertools.chain([self.sibling], others) if s not in self._begun)
         self._begun.add(sibling)
@@ -243,13 +286,11 @@ class Session:
     def _is_rewritten(self, end: Node, messages: Sequence[Message]) -> bool:
         """By the chat template, with the thoughts of the policy: in a field, and in the content, where some templates
         look for them."""
-        history, added = list(messages[: len(end.said)]), messages[len(end.said) :]
+        history, added = list(messages[: end.length]), messages[end.length :]
         with_thoughts = list(history)
-        turn: Node | None = end
-        while turn is not None:
-            place = len(turn.said) - 1
+        for turn in (end, *_turns_before(end)):
+            place = turn.length - 1
             history[place], with_thoughts[place] = turn.message, self._context.tool_format.with_thought(turn.message)
-            turn = turn.before
         forms = [history, with_thoughts] if with_thoughts != history else [history]
         return any(self._modality.rewrites(form, added) for form in forms)
 
@@ -260,7 +301,7 @@ class Session:
         params: dict[str, Any],
         tell: Tell | None,
     ) -> Rollout:
-        start, number = node.rollout, next(i for i in itertools.count() if i not in node.taken)
+        start, number = self._rollout_of(node), next(i for i in itertools.count() if i not in node.taken)
         sibling = start.sibling
         if number:  # another continuation of the same turn: a sample of its own
             sibling = noise_key("fork", start.sibling, start.num_steps, number) >> 16
@@ -269,7 +310,8 @@ class Session:
             excess = self._modality.excess(start.content)
             (rollout,) = await self._context.next_turns(start, [sibling], feedback, params, excess, tell)
             if rollout.num_steps == start.num_steps:
-                node.rollout = dataclasses.replace(start, finish="length")
+                if node.rollout is not None:
+                    node.rollout = dataclasses.replace(start, finish="length")
                 raise BadRequest(
                     f"the conversation has {start.num_steps} tokens after its first messages; generation."
                     "max_response_length leaves none for another turn",
@@ -279,6 +321,12 @@ class Session:
             node.taken.discard(number)  # without others, it is still the end of its conversation
             raise
         return rollout
+
+
+def _turns_before(node: Node) -> Iterator[Node]:
+    while node.before is not None:
+        node = node.before
+        yield node
 
 
 class Fields(dict[str, Any]):

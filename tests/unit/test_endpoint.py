@@ -13,9 +13,9 @@ import pytest
 
 from gcore.config.generation import Generation
 from gcore.config.run import Endpoint as Settings
-from gcore.content.media import png_url
+from gcore.content.media import Media, png_url
 from gcore.content.text import TextModality
-from gcore.content.tokens import Tokens
+from gcore.content.tokens import SamplingMask, Tokens
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import RoleDied
 from gcore.types import Completion, Prompt, Request
@@ -207,6 +207,49 @@ def test_a_template_that_strips_thoughts_makes_a_segment_per_question():
     trained(world, trajectory)
     asked = world.engines.requests[-1]  # the context may be longer than a prompt: the response has less room
     assert asked.content.size + asked.params.max_tokens <= 40 + 80
+
+
+def test_each_step_of_a_session_is_stored_once():
+    """Also of long conversations, and a branch from their middle goes on from the steps that it had."""
+    world = World(*"123456789")
+    world.long(200)
+
+    async def agent(http: Any, session: Any) -> None:
+        messages: list[Any] = []
+        for turn in "12345":
+            messages.append(user(turn))
+            messages.append((await post(http, session, messages=messages))[1]["choices"][0]["message"])
+        assert (await post(http, session, messages=[*messages[:4], user("9")]))[0] == 200
+        messages.append(user("6"))
+        assert (await post(http, session, messages=messages))[0] == 200
+
+    _, (session,) = world.run(agent)
+    stored = [node for node in session._nodes if node.rollout is not None]
+    assert len(session._nodes) == 7 and len(stored) == 2
+    trajectory = session.rollout
+    assert trajectory.text.endswith("u:6;a:7") and [r.shared for r in trajectory.trajectory] == [0, 11]
+    trained(world, trajectory)
+    middle = session._rollout_of(session._nodes[1])
+    assert np.shares_memory(middle.content.tokens_S, trajectory.content.tokens_S)
+    assert np.shares_memory(middle.logprobs_S, trajectory.logprobs_S) and middle.num_steps == 11
+
+
+def test_the_beginning_of_a_content():
+    """What was sampled in pieces is cut between them: tokens, masks of top-p, experts and images."""
+    mask = SamplingMask(np.array([1, 2, 3], np.int32), np.array([2, 1], np.int32))
+    experts = np.arange(8, dtype=np.uint8)[:, None, None]
+    medium = Media("image", "k", np.zeros((1, 1, 3), np.uint8), places=np.array([1], np.int32))
+    start = Tokens(np.array([5, 6, 7], np.int32), own_context=True)
+    first = start.extended(Tokens.steps(np.array([1, 2], np.int32), mask, experts=experts[:4]))
+    whole = first.extended(
+        Tokens.steps(np.array([8, 9], np.int32), media=(medium,)),
+        Tokens.steps(np.array([3], np.int32), experts=experts[4:7]),
+    )
+    cut = whole.beginning(2)
+    assert (cut.tokens_T.tolist(), cut.media, cut.digest()) == (first.tokens_T.tolist(), (), first.digest())
+    assert cut.sampling_mask is not None and cut.sampling_mask.ids_K.tolist() == [1, 2, 3]
+    assert cut.experts is not None and cut.experts.tolist() == experts[:4].tolist()
+    assert len(whole.beginning(4).media) == 1 and whole.beginning(5).digest() == whole.digest()
 
 
 def test_conversations_that_begin_in_parallel_have_the_noise_of_their_messages():

@@ -222,9 +222,9 @@ class Policy:
     chosen: list[int] = field(default_factory=list)  # still to be sampled
 
     async def generate(self, requests: list[Request], priority: int, key: Any) -> list[Completion]:
-        self.chosen[:] = self.tokenizer(self.script[len(self.made)], add_special_tokens=False)["input_ids"]
+        if not self.chosen:  # else the turn goes on, in pieces
+            self.chosen[:] = self.tokenizer(self.script.pop(0), add_special_tokens=False)["input_ids"]
         self.made += await self.engine.generate(requests)
-        assert not self.chosen, "the engine has ended the turn before the end of the script"
         return self.made[-1:]
 
     def sample(self, logits: torch.Tensor, rows: Any) -> Any:
@@ -304,7 +304,7 @@ class World:
         """Its tokens are those that were sampled, its logprobs those of the engine and of the trainer, in each segment.
         No token is trained in two of them."""
         made, tokens, logprobs = self.policy.made, list[Any](), list[Any]()
-        assert len(made) == len(self.policy.script)
+        assert not self.policy.script and not self.policy.chosen  # it has said all
         for segment in reversed(rollout.trajectory):
             own_S = segment.mask_S & (np.arange(segment.num_steps) >= segment.shared)
             tokens.append(segment.content.tokens_S[own_S])
@@ -424,4 +424,35 @@ def test_an_agent_gets_a_broken_call_as_text(monkeypatch):
     assert (message["content"], message["reasoning_content"]) == ("<tool_call>\nadd(1)\n</tool_call>", "so")
     assert choice["finish_reason"] == "stop" and "tool_calls" not in message
     assert world.shared.take_calls() == {"calls": 1, "unparsed_calls": 1}
+    world.check(rollout)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "kimi_k2", "qwen3", "mistral"])
+def test_streams_tell_thoughts_from_content_and_calls(name, monkeypatch):
+    """Nothing of a call is shown, even if it is written with special tokens."""
+    world = World(name, monkeypatch)
+    (first, _, answer, *_) = world.said
+    answer["content"] = "It is 28, which nobody can deny. " * 3
+    world.policy.script[:] = [world.text_of(first), world.text_of(answer)]
+
+    async def streamed(http: Any, session: Any, messages: list[Message]) -> list[dict[str, Any]]:
+        body = {"messages": messages, "tools": TOOLS, "stream": True}
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        async with http.post(f"{session.base_url}/chat/completions", json=body, headers=headers) as response:
+            lines = (await response.text()).split("\n\n")
+        return [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+
+    async def main() -> Any:
+        async with world.ctx.serve(world.prompt, 1) as (session,), aiohttp.ClientSession() as http:
+            called = await streamed(http, session, [QUESTION])
+            said = {"role": "assistant", "content": first["content"], "tool_calls": called[-2]["tool_calls"]}
+            return called, await streamed(http, session, [QUESTION, said, *answers_to(said, 0)]), session.rollout
+
+    called, told, rollout = asyncio.run(main())
+    for deltas, message in ((called, first), (told, answer)):
+        parts = {"reasoning_content": message.get(world.family.thinks, ""), "content": message["content"]}
+        for part, wanted in parts.items():
+            assert "".join(delta.get(part) or "" for delta in deltas).strip() == wanted.strip()
+    assert sum(bool(delta.get("content")) for delta in told) > 2
+    assert [call["function"]["name"] for call in called[-2]["tool_calls"]] == ["add"]
     world.check(rollout)
