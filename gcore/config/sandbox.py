@@ -24,7 +24,10 @@ class Limits(Section):
 
 class Sandbox(Section):
     kind: str = "bubblewrap"
-    """`bubblewrap`, or your own, `file.py:NAME` or `package.module:NAME`, see docs/sandboxes.md."""
+    """`bubblewrap`, `containers` (Docker or Podman), or your own, `file.py:NAME` or `package.module:NAME`, see
+    docs/sandboxes.md."""
+    image: str | None = None
+    """Image of `containers`, which the daemon has."""
     pool: Count = 0
     """Sandboxes per controller that are started before a workflow needs them."""
     at_once: PositiveInt = 16
@@ -34,4 +37,4 @@ class Sandbox(Section):
     read_only: list[str] = []
     """Folders of this machine that programs in a sandbox may read, at the same path."""
     args: Arguments = {}
-    """Further arguments of your own kind."""
+    """Further arguments of the kind."""

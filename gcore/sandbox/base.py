@@ -25,7 +25,7 @@ KILLED, START = "killed", "start"  # of the sandbox itself
 class Result:
     """The end of a command. Result(code=0, output=b"42\\n"), Result(code=None, output=b"", cause="time")"""
 
-    code: int | None  # as of subprocess; None: the command was stopped, for the cause
+    code: int | None  # as of subprocess (containers: 128 + signal); None: the command was stopped, for the cause
     output: bytes  # stdout and stderr
     cause: str = ""  # of a failure: a limit (time, memory, disk, output, processes), or killed, with its sandbox
     cut: int = 0  # bytes left out in the middle of the output

@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
-import io
 import itertools
 import json
 import mmap
@@ -24,7 +22,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -38,13 +35,12 @@ from gcore.sandbox.base import DISK, KILLED, MEMORY, OUTPUT, PROCESSES, START, T
 from gcore.sandbox.inside import MESSAGE_BYTES
 from gcore.sandbox.isolation import boot, namespaces, packed, readable, system_calls
 from gcore.sandbox.memory import memory_of, new_group, num_killed, remove_group
+from gcore.sandbox.transport import Connections, Kept, packed_folder
 
 START_S, KILL_S, WATCH_S, FILE_S = 30.0, 5.0, 0.2, 60.0
 OPEN_FILES = 1024
 TOO_LARGE = (-signal.SIGXFSZ, 128 + signal.SIGXFSZ)  # exit codes of a program, or its shell: a file above `disk_mb`
 SHARED_MEMORY_MB = 64  # of /dev/shm
-FLOOD = 1024  # times the output that is kept: a command that writes more is stopped
-CONNECTIONS = 64  # at the same time, to one address
 USERS = itertools.count(int.from_bytes(os.urandom(2), "big"))
 SYSTEM = ("/bin", "/sbin", "/etc/alternatives", "/etc/ssl/certs", "/etc/ca-certificates")
 SETTINGS = tuple(f"/proc/{name}" for name in ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi"))  # of the machine
@@ -138,7 +134,7 @@ class Bubblewrap:
         folder = self._snapshots.enter_context(tempfile.TemporaryDirectory(prefix="gcore-snapshot-"))
         path = f"{folder}/files.tar"
         async with self._turn:
-            most = self.settings.limits.disk_mb << 20
+            most = (self.settings.limits.disk_mb << 21) + (1 << 20)  # with what an archive adds
             with open(path, "wb") as file:
                 result = await self._call({"do": "pack"}, b"", FILE_S, most, file)
         if result.code != 0:
@@ -157,7 +153,7 @@ class Bubblewrap:
                 await self.reach(host, port)
 
     async def put(self, folder: str) -> None:
-        await self._unpack(await asyncio.to_thread(_packed_folder, folder))
+        await self._unpack(await asyncio.to_thread(packed_folder, folder))
 
     async def _unpack(self, data: Buffer) -> None:
         result = await self._call({"do": "unpack"}, data, FILE_S, 1 << 10)
@@ -169,8 +165,8 @@ class Bubblewrap:
             reply, fds = await self._ask({"do": "listen", "port": port})
             if not fds:
                 raise SandboxError(START, f"port {port} inside: {os.strerror(reply['code'])}")
-            forward = functools.partial(_forward, host, port, asyncio.Semaphore(CONNECTIONS))
-            self._servers[host, port] = await asyncio.start_server(forward, sock=socket.socket(fileno=fds[0]))
+            inside = socket.socket(fileno=fds[0])
+            self._servers[host, port] = await asyncio.start_server(Connections(host, port), sock=inside)
         return "127.0.0.1", port
 
     async def stop(self) -> None:
@@ -254,7 +250,8 @@ class Bubblewrap:
         killed_before = process.num_killed()
         causes = asyncio.Queue[str]()
         ends, (ours_in, ours_out) = _pipes()
-        output = _Output(ours_out, keep, lambda: causes.put_nowait(OUTPUT), file)
+        kept = Kept(keep)
+        output = _Output(ours_out, kept, lambda: causes.put_nowait(OUTPUT), file)
         ask = asyncio.ensure_future(self._ask(message, ends))
         ask.add_done_callback(_heard)
         stopped, tasks = asyncio.ensure_future(causes.get()), [asyncio.ensure_future(_feed(ours_in, stdin))]
@@ -289,7 +286,7 @@ class Bubblewrap:
             cause = DISK
         if cause in (MEMORY, PROCESSES) and message["do"] == "run":  # what it has left would hold them
             await self._kill_all()
-        return Result(None if cause in (TIME, OUTPUT, KILLED) else code, output.kept(), cause, output.cut)
+        return Result(None if cause in (TIME, OUTPUT, KILLED) else code, kept.bytes(), cause, kept.cut)
 
     async def _kill_all(self, *ended: asyncio.Future[Any]) -> None:
         """Ends all processes of the sandbox; itself, if this does not help. `ended`: replies that then come."""
@@ -311,8 +308,9 @@ class Bubblewrap:
     def _check(self, result: Result, path: str) -> None:
         if result.cause == KILLED:
             raise SandboxError(KILLED, f"{path} was not read or written")
-        if result.code is None:
-            raise OSError(errno.EAGAIN, f"the sandbox has reached a limit ({result.cause})", path)
+        if result.code is None or result.code < 0:
+            cause = result.cause or "it was stopped"
+            raise OSError(errno.EAGAIN, f"the sandbox has reached a limit ({cause})", path)
         if result.code:
             raise OSError(result.code, os.strerror(result.code), path)
 
@@ -463,13 +461,11 @@ def _pipes() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 class _Output:
-    """Reads all output of a command, and keeps its beginning and its end."""
+    """Reads all output of a command."""
 
-    def __init__(self, fd: int, keep: int, flooded: Callable[[], None], file: BinaryIO | None = None) -> None:
+    def __init__(self, fd: int, kept: Kept, flooded: Callable[[], None], file: BinaryIO | None = None) -> None:
         """`file` gets all of it."""
-        self._fd, self._half, self._flooded, self._file = fd, keep // 2, flooded, file
-        self._most = FLOOD * keep if file is None else 2 * keep + (1 << 20)
-        self._head, self._tail, self._total = bytearray(), bytearray(), 0
+        self._fd, self._kept, self._flooded, self._file = fd, kept, flooded, file
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(fd, self._more)
 
@@ -482,16 +478,11 @@ class _Output:
         if not chunk:
             self._loop.remove_reader(self._fd)
             return False
-        self._total += len(chunk)
-        if self._file is not None:
-            self._file.write(chunk)
+        if self._file is None:
+            self._kept.add(chunk)
         else:
-            space = self._half - len(self._head)
-            self._head += chunk[:space]
-            self._tail += chunk[space:]
-            if len(self._tail) > 2 * self._half + (1 << 16):
-                del self._tail[: -self._half]
-        if self._total > self._most:
+            self._file.write(chunk)
+        if self._kept.flooded or (self._file is not None and self._file.tell() > self._kept.most):
             self._loop.remove_reader(self._fd)
             self._flooded()
         return True
@@ -503,13 +494,6 @@ class _Output:
                 break
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
-
-    @property
-    def cut(self) -> int:
-        return max(0, self._total - 2 * self._half)
-
-    def kept(self) -> bytes:
-        return bytes(self._head + self._tail[-self._half :])
 
 
 async def _feed(fd: int, data: Buffer) -> None:
@@ -528,31 +512,3 @@ async def _feed(fd: int, data: Buffer) -> None:
     finally:
         loop.remove_writer(fd)
         os.close(fd)
-
-
-async def _forward(
-    host: str, port: int, places: asyncio.Semaphore, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """One connection of a program to the address that its sandbox may reach."""
-    async with places:
-        with contextlib.suppress(OSError), contextlib.closing(writer):
-            to_reader, to_writer = await asyncio.open_connection(host, port)
-            with contextlib.closing(to_writer):
-                await asyncio.gather(_pump(reader, to_writer), _pump(to_reader, writer))
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while chunk := await reader.read(1 << 16):
-            writer.write(chunk)
-            await writer.drain()
-        writer.write_eof()
-
-
-@functools.lru_cache(maxsize=8)
-def _packed_folder(folder: str) -> bytes:
-    """The files of a folder of this machine, read once."""
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as archive:
-        archive.add(folder, ".")
-    return data.getvalue()

@@ -15,7 +15,10 @@ from gcore.sandbox.base import Sandbox, Sandboxes
 from gcore.types import UserError
 from gcore.user_files import load_function
 
-KINDS = {"bubblewrap": "gcore.sandbox.bubblewrap:BubblewrapSandboxes"}
+KINDS = {
+    "bubblewrap": "gcore.sandbox.bubblewrap:BubblewrapSandboxes",
+    "containers": "gcore.sandbox.containers:ContainerSandboxes",
+}
 
 
 def make_kind(settings: Settings) -> Sandboxes:
