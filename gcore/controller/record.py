@@ -72,6 +72,7 @@ class Recorder:
                 **status.take_metrics(),
                 **collected.measured,
                 "perf/tokens_per_s": tokens / times["step"],
+                **await self._speculation(),
                 **link_row(part["links"] for part in gathered),
                 "controller/bytes": max(part["links"].total() for part in gathered),
                 **media_row([part["media"] for part in gathered]),
@@ -84,6 +85,15 @@ class Recorder:
         if config.checkpoint.on_failure == "stop" and (unwritten := problem(config.run.folder)):
             raise UserError(f"{unwritten}; free some space, then run.resume=auto (checkpoint.on_failure=stop)")
         status.finished(step)
+
+    async def _speculation(self) -> Row:
+        """Counters of the policy's engines. Controller 0 asks all of them."""
+        services = self._services
+        generation = services.config.generation
+        if generation.speculation == "off" or not generation.traits.speculates or services.controllers.rank:
+            return {}
+        proposed, accepted = await services.pool.take_speculated()
+        return {"rollout/spec_proposed": proposed, "rollout/spec_accepted": accepted}
 
     def _take_links(self) -> Counter[tuple[Link, LinkScope]]:
         services = self._services
