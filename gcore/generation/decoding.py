@@ -153,11 +153,12 @@ class RowTable:
         for array in vars(self).values():
             array[target] = array[source]
 
-    def advance(self, row: int, number: int, last: int) -> None:
-        """By this number of tokens, of which `last` is the last one."""
-        self.length[row] += number
-        self.position[row] += number
-        self.last[row] = last
+    def advance(self, numbers: Sequence[int], lasts: Sequence[int]) -> None:
+        """The first rows by so many tokens, of which these are the last ones."""
+        n = len(numbers)
+        self.length[:n] += numbers
+        self.position[:n] += numbers
+        self.last[:n] = lasts
 
     def ahead(self, rows_N: np.ndarray, ahead_N: np.ndarray) -> RowTable:
         """A row for each of these, after so many more tokens."""

@@ -19,7 +19,6 @@ on GPUs, the last bits depend on the batch.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,7 +68,7 @@ def make_engine(spec: EngineSpec) -> SteppedEngine:
     tokenizer = spec.load_tokenizer(spec.model)
     network = load_model(spec.model, tokenizer, spec.seed, dtype, device, max_length=spec.max_length)
     adapters = adapters_of(network, spec.lora) if spec.lora else None
-    speculation = speculation_of(spec.serving.speculation, traits_of(network.config), network.config.model_type)
+    speculation = speculation_of(spec.serving.speculation, network)
     backend = EmbeddedBackend(network, spec.serving.max_concurrent, spec.max_length, adapters, speculation=speculation)
     return SteppedEngine(backend, spec.open_tracer(), spec.serving.min_step_s)
 
@@ -158,6 +157,8 @@ class EmbeddedBackend(DecodeBackend):
             elif self._traits.recurrent:
                 self._clear_states(i)
         self.jobs.extend(jobs)
+        if self._speculation is not None:
+            self._speculation.begin(jobs)
         if prompts:
             self._prefill(list(prompts.values()))
         return ()
@@ -266,7 +267,7 @@ class EmbeddedBackend(DecodeBackend):
         speculation, drafts = self._speculation, [list[int]() for _ in self.jobs]
         if speculation is not None:
             drafts = speculation.drafts(self.jobs, ROW_BLOCK, self._fused is None)
-        started = time.perf_counter()
+        started = speculation.now() if speculation is not None else 0.0
         proposes = any(drafts)
         aligned = proposes and self._fused is None  # transformers computes blocks of equal width
         blocks = (Blocks.aligned if aligned else Blocks.listed)(drafts, ROW_BLOCK)
@@ -274,14 +275,10 @@ class EmbeddedBackend(DecodeBackend):
         rows_N, ahead_N = blocks.rows_RW.flat[blocks.places_N], blocks.ahead_RW.flat[blocks.places_N]
         tokens, logprobs, candidates = sample(logits, self._rows.ahead(rows_N, ahead_N) if proposes else self._rows)
         sampled = Sampled(tokens.tolist(), logprobs.tolist(), candidates, experts)
-        taken, first = list[int](), len(self.jobs)
-        for row, draft in enumerate(drafts):
-            taken.append(self._take(row, draft, first, sampled))
-            first += len(draft)
+        taken, ended = self._take(drafts, sampled)
         if speculation is not None:
-            speculation.record(self.jobs, drafts, taken, blocks.rows_RW.size, time.perf_counter() - started)
+            speculation.record(self.jobs, drafts, taken, blocks.rows_RW.size, speculation.now() - started)
             self.speculated = speculation.proposed, speculation.accepted
-        ended = [(job, finish) for job in self.jobs if (finish := job.finish) is not None]
         self.remove([job for job, _ in ended])
         return Step(sum(taken), ended)
 
@@ -321,23 +318,31 @@ class EmbeddedBackend(DecodeBackend):
         logits = self._logits(hidden if width == 1 else hidden[places])[: len(places)]
         return logits, None if experts is None else experts[blocks.places_N]
 
-    def _take(self, row: int, draft: Sequence[int], first: int, sampled: Sampled) -> int:
-        """Add the sampled tokens of a row to its job, up to the first that differs from what was proposed. `first`: the
-        place of its proposals in `sampled`. Returns how many tokens these are."""
-        job, place = self.jobs[row], row
-        for number in range(len(draft) + 1):
-            token = sampled.tokens[place]
-            job.tokens.append(token)
-            job.logprobs.append(sampled.logprobs[place])
-            if place in sampled.candidates:
-                job.candidates.append(sampled.candidates[place])
-            if sampled.experts is not None and job.request.params.keep_experts:
-                job.experts.append(sampled.experts[place : place + 1])
-            if number == len(draft) or token != draft[number] or job.finish is not None:
-                break
-            place = first + number
-        self._rows.advance(row, number + 1, token)
-        return number + 1
+    def _take(self, drafts: Sequence[Sequence[int]], sampled: Sampled) -> tuple[list[int], list[Ended]]:
+        """Add the sampled tokens of each row to its job, up to the first that differs from what was proposed. Returns
+        how many they are, and the jobs that end with them."""
+        taken, lasts, ended, first = list[int](), list[int](), list[Ended](), len(self.jobs)
+        for row, (job, draft) in enumerate(zip(self.jobs, drafts, strict=True)):
+            place, number = row, 0
+            while True:
+                token = sampled.tokens[place]
+                job.tokens.append(token)
+                job.logprobs.append(sampled.logprobs[place])
+                if place in sampled.candidates:
+                    job.candidates.append(sampled.candidates[place])
+                if sampled.experts is not None and job.request.params.keep_experts:
+                    job.experts.append(sampled.experts[place : place + 1])
+                if (finish := job.finish) is not None:
+                    ended.append((job, finish))
+                    break
+                if number == len(draft) or token != draft[number]:
+                    break
+                place, number = first + number, number + 1
+            first += len(draft)
+            taken.append(number + 1)
+            lasts.append(token)
+        self._rows.advance(taken, lasts)
+        return taken, ended
 
     @torch.inference_mode()
     def score(self, requests: Sequence[Request]) -> list[Floats]:

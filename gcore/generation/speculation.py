@@ -1,8 +1,8 @@
 """Speculative decoding without a draft model: which tokens to propose for each sample, and when it pays.
 
-    tokens of a prompt and its samples ──> SuffixAutomaton ──> drafts ──> one decoding step of all blocks (embedded.py)
-                                                                              │
-    costs and acceptance, by the number of running samples <──────────────────┘
+    tokens of prompts and samples ──> SuffixAutomaton ──> drafts ──> one decoding step of all blocks (embedded.py)
+                                                                         │
+    costs and acceptance, by the number of running samples <─────────────┘
 
 The noise of a sample is known before the sample is (noise.py): the token at a position is a function of the model's
 logits there and of one number. So a block of proposed tokens is computed in one step, each position is sampled with its
@@ -16,43 +16,46 @@ of the likeliest token would be accepted only as often as that token is sampled.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gcore.generation.engine_shell import Job
-from gcore.generation.noise import uniforms
-from gcore.models.decoders import KINDS, Traits
+from gcore.generation.noise import uniform
+from gcore.models.decoders import KINDS, traits_of
 from gcore.types import UserError
 
 MAX_DRAFT = 15  # proposed tokens per sample and step
 PROMPT_TOKENS = 256  # of a prompt, its last ones, that proposals may continue
-MAX_STATES = 1 << 18  # of all automata: about 100 MB
+MAX_STATES = 1 << 18  # of an automaton, about 100 MB; then another one begins
 COUNTED = 24  # contexts of a new token that are counted, the longest first
 SEEN = 2  # a context is used if it was continued this often; shorter contexts otherwise
-LEAST = 0.1  # probability of acceptance below which nothing is proposed, however cheap it is
+LEAST = 0.1  # chance of acceptance below which nothing is proposed, however cheap it is
 PROBES = 16  # when it does not pay, one of this number of prompts goes on with it
 MEMORY = 0.99  # of averages, per step
 ON, OFF = 1.1, 0.9  # time saved / time spent, to switch on and off
+EXPECTED = 64, 0.5, 0.15, 2e-5  # before anything is measured: samples, and per sample as in `Balance`
 
 
-def speculation_of(kind: str, traits: Traits, model_type: str) -> Speculation | None:
+def speculation_of(kind: str, network: Any) -> Speculation | None:
     """By `generation.speculation`. None: off."""
-    refused = [layer for layer in dict.fromkeys(traits.kinds) if not KINDS[layer].rolls_back]
+    layers = dict.fromkeys(traits_of(network.config).kinds)
+    refused = [layer for layer in layers if not KINDS[layer].rolls_back]
     if kind == "off" or (kind == "auto" and refused):
         return None
     if refused:
         raise UserError(
-            f"generation.speculation={kind}: a model of type {model_type} has layers of kind {', '.join(refused)}, "
-            "which cannot drop rejected tokens; expected off or auto"
+            f"generation.speculation={kind}: a model of type {network.config.model_type} has layers of kind "
+            f"{', '.join(refused)}, which cannot drop rejected tokens; expected off or auto"
         )
-    return Speculation(shared=kind != "ngram")
+    return Speculation(kind != "ngram", on_cpu=network.device.type == "cpu")
 
 
 class SuffixAutomaton:
@@ -108,12 +111,14 @@ class SuffixAutomaton:
             at = links[at]
         return new
 
-    def draft(self, last: int, numbers: Sequence[float], greedy: bool) -> tuple[list[int], list[int]]:
-        """Tokens to propose after `last`, at most one per number of the noise, and the kind of each proposal: an index
-        of `Acceptance`."""
+    def draft(
+        self, last: int, most: int, noise: tuple[int, int] | None, rates: Sequence[float], least: float
+    ) -> tuple[list[int], list[int]]:
+        """Tokens to propose after `last`, while the chance that all of them are accepted is at least this, and the kind
+        of each proposal: an index of `rates`, which has the chance of one. `noise`: key and position; None: greedy."""
         nexts, links, counts, lengths = self.nexts, self.links, self.counts, self.lengths
-        tokens, kinds, at = list[int](), list[int](), last
-        for number in numbers:
+        tokens, kinds, at, chance = list[int](), list[int](), last, 1.0
+        while len(tokens) < most:
             while at > 0:
                 following = nexts[at]
                 if len(following) == 1:
@@ -121,23 +126,29 @@ class SuffixAutomaton:
                     if (total := counts[new]) >= SEEN:
                         break
                 elif following:
-                    pairs = [(token, counts[new]) for token, new in following.items()]
-                    total = sum(count for _, count in pairs)
-                    token = max(pairs, key=lambda pair: pair[1])[0] if greedy else _drawn(pairs, number * total)
+                    pairs = sorted([(token, counts[new]) for token, new in following.items()])
+                    total = sum([count for _, count in pairs])
+                    if noise is None:
+                        token = max(pairs, key=lambda pair: pair[1])[0]
+                    else:
+                        token = _drawn(pairs, uniform(noise[0], noise[1] + len(tokens)) * total)
                     new = following[token]
                     break
                 at = links[at]
             else:
                 break
+            kind = (min(lengths[at].bit_length(), 5) * 6 + min(total.bit_length(), 5)) * 4 + min(len(following), 4) - 1
+            chance *= rates[kind]
+            if chance < least:
+                break
             tokens.append(token)
-            kinds.append(_kind(lengths[at], total, len(following)))
+            kinds.append(kind)
             at = new
         return tokens, kinds
 
 
 def _drawn(pairs: list[tuple[int, int]], number: float) -> int:
     """As the sampler draws, in the order of the tokens."""
-    pairs.sort()
     for token, count in pairs:
         number -= count
         if number < 0:
@@ -145,12 +156,7 @@ def _drawn(pairs: list[tuple[int, int]], number: float) -> int:
     return pairs[-1][0]
 
 
-def _kind(length: int, total: int, choices: int) -> int:
-    """Of a proposal: how long its context is, how often it was continued, and in how many ways."""
-    return (min(length.bit_length(), 5) * 6 + min(total.bit_length(), 5)) * 4 + min(choices, 4) - 1
-
-
-NUM_KINDS = 6 * 6 * 4
+NUM_KINDS = 6 * 6 * 4  # of proposals: how long the context is, how often and in how many ways it was continued
 
 
 class Blocks(NamedTuple):
@@ -226,26 +232,22 @@ class StepCost:
 
 @dataclass(slots=True)
 class Balance:
-    """Averages per sample and step, for a range of batch sizes."""
+    """Sums over samples and steps, for a range of batch sizes; older ones count less."""
 
-    on: bool = True
-    weight: float = 0.0
-    proposed: float = 0.0
-    accepted: float = 0.0
-    overhead_s: float = 0.0
+    samples: float = EXPECTED[0]
+    proposed: float = EXPECTED[0] * EXPECTED[1]
+    accepted: float = EXPECTED[0] * EXPECTED[2]
+    overhead_s: float = EXPECTED[0] * EXPECTED[3]
+    on: bool = False
 
     def add(self, samples: int, proposed: int, accepted: float, overhead_s: float) -> None:
-        for name, value in (
-            ("weight", samples),
-            ("proposed", proposed),
-            ("accepted", accepted),
-            ("overhead_s", overhead_s),
-        ):
-            setattr(self, name, getattr(self, name) * MEMORY + value)
+        kept = MEMORY ** (samples / 8)
+        self.samples = self.samples * kept + samples
+        self.proposed = self.proposed * kept + proposed
+        self.accepted = self.accepted * kept + accepted
+        self.overhead_s = self.overhead_s * kept + overhead_s
 
     def decide(self, size: int, cost: StepCost) -> None:
-        if self.weight < 4 * max(size, 8):
-            return
         fixed, per_token = cost.fit()
         saved = self.accepted * (fixed / size + per_token)
         spent = self.proposed * per_token + self.overhead_s
@@ -254,54 +256,53 @@ class Balance:
 
 @dataclass(slots=True)
 class Path:
-    """Where the text of a sample is in the automaton of its prompt."""
+    """Where the text of a sample is in an automaton."""
 
     automaton: SuffixAutomaton
     last: int
     known: int = 0  # of its own tokens, how many the automaton has
-    draft: list[int] = field(default_factory=list)  # in the current step
-    kinds: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)  # of its proposals in the current step
 
 
 class Speculation:
-    """The drafts of an engine. `shared`: samples of a prompt learn from each other, and from earlier ones; otherwise
-    each from its prompt and its own tokens. `always`: propose also when it does not pay."""
+    """The drafts of an engine. `shared`: samples learn from all others, also of earlier epochs; otherwise each from its
+    prompt and its own tokens. `always`: propose also when it does not pay."""
 
-    def __init__(self, shared: bool = True, always: bool = False) -> None:
+    def __init__(self, shared: bool = True, always: bool = False, on_cpu: bool = True) -> None:
+        self.now = time.thread_time if on_cpu else time.perf_counter  # on a CPU, others may have the core in between
         self.proposed = self.accepted = 0  # tokens
         self._shared, self._always = shared, always
-        self._automata = OrderedDict[bytes, tuple[SuffixAutomaton, int]]()  # and the state of the prompt's end
-        self._states = 0  # of all automata, when they were counted last
-        self._paths = dict[Job, Path]()
+        self._automaton = SuffixAutomaton()
+        self._prompts = dict[bytes, int]()  # the state of a prompt's end, in this automaton
+        self._paths, self._probes = dict[Job, Path](), set[Job]()
         self._cost, self._balances = StepCost(), dict[int, Balance]()
-        self._hits, self._trials = np.ones(NUM_KINDS), np.full(NUM_KINDS, 2.0)
+        self._hits, self._trials, self._rates = [1.0] * NUM_KINDS, [2.0] * NUM_KINDS, [0.5] * NUM_KINDS
         self._overhead_s = 0.0
+
+    def begin(self, jobs: Collection[Job]) -> None:
+        """They are in the batch now."""
+        self._probes.update(job for job in jobs if zlib.crc32(job.content.tokens_P.tobytes()) % PROBES == 0)
 
     def drafts(self, jobs: Sequence[Job], multiple: int, aligned: bool) -> list[list[int]]:
         """The proposals for the next step. See `Blocks`."""
-        started = time.perf_counter()
-        balance, followed = self._balance(len(jobs)), list[tuple[int, Path, int]]()
-        for row, job in enumerate(jobs):
-            room = min(MAX_DRAFT, job.request.params.max_tokens - len(job.tokens) - 1)
-            if room <= 0:
-                continue
-            path = self._paths.get(job)
-            if path is None:
-                if not (balance.on or self._always or self._is_probe(job)):
-                    continue
-                path = self._begin(job)
-            elif not (balance.on or self._always or self._is_probe(job)):
-                continue
-            self._follow(path, job)
-            followed.append((row, path, room))
-        drafts: list[list[int]] = [[] for _ in jobs]
-        if followed:
-            self._propose(jobs, followed)
-            for (row, path, _), kept in zip(followed, self._worth(followed, len(jobs), multiple, aligned), strict=True):
-                del path.draft[kept:], path.kinds[kept:]
-                drafts[row] = path.draft
-        self._overhead_s = time.perf_counter() - started
-        return drafts
+        started, size = self.now(), len(jobs)
+        follows_all = self._balance(size).on or self._always
+        found: list[list[int]] = [[] for _ in jobs]
+        if follows_all or self._probes:
+            fixed, per_token = self._cost.fit() if self._cost.weight else (1.0, 0.0)
+            pays = max(LEAST, per_token * size / (fixed + per_token * size))
+            drafted = list[tuple[int, Path]]()
+            for row, job in enumerate(jobs):
+                if follows_all or job in self._probes:
+                    path = self._paths.get(job) or self._begin(job)
+                    self._follow(path, job)
+                    found[row] = self._draft(path, job, 0.0 if self._always else LEAST)
+                    if found[row]:
+                        drafted.append((row, path))
+            if drafted and not self._always:
+                (self._cut_aligned if aligned else self._cut)(found, drafted, multiple, pays)
+        self._overhead_s = self.now() - started
+        return found
 
     def record(
         self,
@@ -312,94 +313,85 @@ class Speculation:
         seconds: float,
     ) -> None:
         """Of a step: how many tokens of each row were sampled, and how long so many computed ones took."""
-        started = time.perf_counter()
+        started, proposed, total = self.now(), 0, 0
         self._cost.add(computed, seconds)
-        proposed, total, samples = 0, 0, 0
         for job, draft, number in zip(jobs, drafts, taken, strict=True):
-            if (path := self._paths.get(job)) is None:
-                continue
-            samples, proposed, accepted = samples + 1, proposed + len(draft), number - 1
-            total += accepted
-            for place in range(min(accepted + 1, len(draft))):  # those after the first rejected one tell nothing
-                kind = path.kinds[place]
-                self._hits[kind] = self._hits[kind] * MEMORY + (place < accepted)
-                self._trials[kind] = self._trials[kind] * MEMORY + 1
+            if draft:
+                kinds, accepted = self._paths[job].kinds, number - 1
+                proposed, total = proposed + len(draft), total + accepted
+                for place in range(min(number, len(draft))):  # those after the first rejected one tell nothing
+                    kind = kinds[place]
+                    self._hits[kind] = self._hits[kind] * MEMORY + (place < accepted)
+                    self._trials[kind] = self._trials[kind] * MEMORY + 1
+                    self._rates[kind] = self._hits[kind] / self._trials[kind]
         self.proposed, self.accepted = self.proposed + proposed, self.accepted + total
         balance = self._balance(len(jobs))
-        balance.add(samples, proposed, total, self._overhead_s + time.perf_counter() - started)
+        if samples := len(jobs) if balance.on or self._always else len(self._probes):
+            balance.add(samples, proposed, total, self._overhead_s + self.now() - started)
         balance.decide(len(jobs), self._cost)
 
     def end(self, jobs: Collection[Job]) -> None:
-        """They are no longer in the batch. Their tokens stay known."""
+        """They are no longer in the batch. What is known of their tokens stays known."""
         for job in jobs:
             if (path := self._paths.pop(job, None)) is not None:
-                self._follow(path, job)
+                if self._always or job in self._probes or self._balance(len(self._paths) + 1).on:
+                    self._follow(path, job)
+                self._probes.discard(job)
 
     def _balance(self, size: int) -> Balance:
         return self._balances.setdefault(size.bit_length(), Balance())
 
-    def _is_probe(self, job: Job) -> bool:
-        return zlib.crc32(job.content.tokens_P.tobytes()) % PROBES == 0
-
     def _begin(self, job: Job) -> Path:
         content = job.content
-        key = content.context_bytes() if self._shared else job.request.noise_key.to_bytes(8, "little")
-        found = self._automata.pop(key, None)
-        if found is None:
-            automaton, last = SuffixAutomaton(), 0
+        if not self._shared or len(self._automaton.nexts) > MAX_STATES:
+            self._automaton, self._prompts = SuffixAutomaton(), {}
+        key, last = content.context_bytes(), 0
+        if (known := self._prompts.get(key)) is not None:
+            last = known
+        else:
             for token in content.tokens_P[-PROMPT_TOKENS:].tolist():
-                last = automaton.extend(last, token)
-            found = automaton, last
-        self._automata[key] = found
-        self._states += len(found[0].nexts)
-        if self._states > MAX_STATES:
-            self._forget()
-        path = self._paths[job] = Path(*found)
+                last = self._automaton.extend(last, token)
+            self._prompts[key] = last
         for token in content.tokens_S.tolist():  # of earlier turns
-            path.last = path.automaton.extend(path.last, token)
+            last = self._automaton.extend(last, token)
+        path = self._paths[job] = Path(self._automaton, last)
         return path
 
-    def _forget(self) -> None:
-        """The prompts that were not asked for the longest time."""
-        sizes = {key: len(automaton.nexts) for key, (automaton, _) in self._automata.items()}
-        self._states = sum(sizes.values())
-        for key, size in sizes.items():
-            if self._states <= MAX_STATES // 2 or len(self._automata) == 1:
-                break
-            del self._automata[key]
-            self._states -= size
-
     def _follow(self, path: Path, job: Job) -> None:
-        for token in job.tokens[path.known :]:
-            path.last = path.automaton.extend(path.last, token)
-        path.known = len(job.tokens)
+        if path.known < len(job.tokens):
+            for token in job.tokens[path.known :]:
+                path.last = path.automaton.extend(path.last, token)
+            path.known = len(job.tokens)
 
-    def _propose(self, jobs: Sequence[Job], followed: Sequence[tuple[int, Path, int]]) -> None:
-        asked = [jobs[row] for row, _, _ in followed]
-        keys = np.array([job.request.noise_key for job in asked], np.uint64)
-        positions = np.array([job.request.position + len(job.tokens) for job in asked])
-        longest = max(room for _, _, room in followed)
-        numbers = uniforms(keys[:, None], positions[:, None] + np.arange(longest)).tolist()
-        for job, (_, path, room), row in zip(asked, followed, numbers, strict=True):
-            path.draft, path.kinds = path.automaton.draft(path.last, row[:room], job.request.params.temperature == 0)
+    def _draft(self, path: Path, job: Job, least: float) -> list[int]:
+        request = job.request
+        most = min(MAX_DRAFT, request.params.max_tokens - len(job.tokens) - 1)
+        noise = None if request.params.temperature == 0 else (request.noise_key, request.position + len(job.tokens))
+        draft, path.kinds = path.automaton.draft(path.last, most, noise, self._rates, least)
+        return draft
 
-    def _worth(self, followed: Sequence[tuple[int, Path, int]], size: int, multiple: int, aligned: bool) -> list[int]:
-        """How many proposals of each sample to compute: those whose probability of acceptance pays for a token more."""
-        if self._always:
-            return [len(path.draft) for _, path, _ in followed]
-        rates = self._hits / self._trials
-        chances = np.zeros((len(followed), MAX_DRAFT))
-        for i, (_, path, _) in enumerate(followed):
-            chances[i, : len(path.draft)] = rates[path.kinds]
-        chances = chances.cumprod(1)
-        fixed, per_token = self._cost.fit() if self._cost.weight else (1.0, 0.0)
-        least = max(LEAST, per_token * size / (fixed + per_token * size))
-        if aligned:
-            depth = int((chances.sum(0) >= least * (size + -size % multiple)).cumprod().sum())
-            return [min(depth, len(path.draft)) for _, path, _ in followed]
-        free = -(size + int((chances >= least).sum())) % multiple  # tokens that would only fill the batch
-        if free:
-            below = np.sort(chances[chances < least])[::-1]
-            least = max(LEAST, float(np.nextafter(below[free], 1)) if len(below) > free else LEAST)
-        kept: list[int] = (chances >= least).sum(1).tolist()
-        return kept
+    def _chances(self, path: Path) -> list[float]:
+        """That each proposal, and all before it, will be accepted."""
+        return list(itertools.accumulate((self._rates[kind] for kind in path.kinds), operator.mul))
+
+    def _cut(self, found: list[list[int]], drafted: list[tuple[int, Path]], multiple: int, pays: float) -> None:
+        """Keep what pays, then what is computed anyway to fill the batch, the likeliest first."""
+        kept, others = [0] * len(found), list[tuple[float, int]]()
+        for row, path in drafted:
+            chances = self._chances(path)
+            kept[row] = sum(chance >= pays for chance in chances)
+            others += [(-chance, row) for chance in chances[kept[row] :]]
+        others.sort()
+        for _, row in others[: -(len(found) + sum(kept)) % multiple]:
+            kept[row] += 1
+        for row, _ in drafted:
+            del found[row][kept[row] :]
+
+    def _cut_aligned(self, found: list[list[int]], drafted: list[tuple[int, Path]], multiple: int, pays: float) -> None:
+        """All blocks are computed as wide as the longest one: keep the width that pays."""
+        rows, width = len(found) + -len(found) % multiple, 0
+        columns = itertools.zip_longest(*(self._chances(path) for _, path in drafted), fillvalue=0.0)
+        while (column := next(columns, None)) is not None and sum(column) >= pays * rows:
+            width += 1
+        for row, _ in drafted:
+            del found[row][width:]

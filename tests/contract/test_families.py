@@ -751,13 +751,12 @@ def guessed(network: Any, close: float) -> int:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rejected_tokens_leave_nothing_behind(name, folders):
     network = ours(folders(name))
-    traits = traits_of(network.config)
-    if all(KINDS[kind].rolls_back for kind in traits.kinds):
+    if all(KINDS[kind].rolls_back for kind in traits_of(network.config).kinds):
         assert guessed(network, close(name)) > 20
         return
-    assert speculation_of("auto", traits, name) is None
+    assert speculation_of("auto", network) is None
     with pytest.raises(UserError, match="cannot drop rejected tokens; expected off or auto"):
-        speculation_of("suffix", traits, name)
+        speculation_of("suffix", network)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from gcore.config.base import Serving
+from gcore.content.tokens import Tokens
 from gcore.generation.embedded import EmbeddedBackend
-from gcore.generation.engine_shell import SteppedEngine
-from gcore.generation.speculation import Balance, Speculation, StepCost, SuffixAutomaton, speculation_of
-from gcore.models.decoders import traits_of
-from gcore.types import Completion, Request
+from gcore.generation.engine_shell import Job, SteppedEngine
+from gcore.generation.noise import uniform, uniforms
+from gcore.generation.speculation import NUM_KINDS, Balance, Speculation, StepCost, SuffixAutomaton, speculation_of
+from gcore.types import Completion, Request, SamplingParams
 from tests.contract.test_engine import ask, bits, crowd, embedded, network_of, prompt, run, truncated
 
 LENGTH = 64
@@ -177,6 +179,17 @@ def test_the_second_token_is_distributed_as_the_model_says(qwen3, params):
 # --- what is proposed, and when
 
 
+RATES = [0.5] * NUM_KINDS
+
+
+def speculated(speculation: Speculation, tokens: list[int], key: int) -> Job:
+    """A sample whose prompt has this text twice, and ends after its first token."""
+    content = Tokens(np.array([*tokens, *tokens, 3, *tokens, *tokens, 3, tokens[0]], np.int32))
+    job = Job(Request(content, SamplingParams(max_tokens=40), key), "", key, Future())
+    speculation.begin([job])
+    return job
+
+
 @pytest.mark.parametrize("alphabet", [2, 5])
 def test_the_automaton_counts_what_came_next(alphabet):
     """Texts that grow in turns, against a search of all of them."""
@@ -204,9 +217,27 @@ def test_a_proposal_is_drawn_with_the_number_of_the_sampler():
     for token in [7, 7, 7, 5, 9, 9, 9, 9]:
         automaton.extend(automaton.extend(0, 4), token)
     at = automaton.nexts[0][4]
-    drawn = [automaton.draft(at, [number], greedy=False)[0] for number in (0.0, 0.12, 0.13, 0.49, 0.51, 0.99)]
-    assert drawn == [[5], [5], [7], [7], [9], [9]]  # 1, 3 and 4 of 8, in the order of the tokens
-    assert automaton.draft(at, [0.0, 0.0], greedy=True)[0] == [9]  # and nothing came after it
+    drawn = {key: automaton.draft(at, 9, (key, 5), RATES, 0)[0] for key in range(99)}
+    numbers = uniforms(np.arange(99, dtype=np.uint64), np.full(99, 5))
+    assert [uniform(key, 5) for key in range(99)] == numbers.tolist()
+    for key, number in enumerate(numbers):  # 1, 3 and 4 of 8, in the order of the tokens; and nothing came after them
+        assert drawn[key] == [5 if number < 1 / 8 else 7 if number < 1 / 2 else 9]
+    assert automaton.draft(at, 9, None, RATES, 0)[0] == [9]
+    assert automaton.draft(at, 9, None, RATES, 0.6)[0] == []
+
+
+def test_it_proposes_what_pays_and_what_fills_the_batch():
+    """Of the text 4 5 6 7 ... in which all rows are, with a chance of 0.5 for each proposal."""
+    speculation = Speculation()
+    jobs = [speculated(speculation, list(range(4, 12)), key) for key in range(3)]
+    speculation._balances = {2: Balance(on=True)}
+    for tokens in (8, 16, 64):
+        speculation._cost.add(tokens, 0.001 + tokens * 1e-4)  # a token is worth a chance of 0.23 with 3 rows
+    assert [len(d) for d in speculation.drafts(jobs, 8, False)] == [3, 3, 3]  # of 16
+    assert [len(d) for d in speculation.drafts(jobs, 1, False)] == [2, 2, 2]
+    assert [len(d) for d in speculation.drafts(jobs, 2, False)] == [3, 2, 2]
+    assert [len(d) for d in speculation.drafts(jobs, 1, True)] == [2, 2, 2]
+    assert [len(d) for d in speculation.drafts(jobs, 8, True)] == [0, 0, 0]  # five more rows would be as wide
 
 
 def test_it_stops_where_it_does_not_pay_and_starts_again():
@@ -216,8 +247,8 @@ def test_it_stops_where_it_does_not_pay_and_starts_again():
     fixed, per_token = cost.fit()
     assert fixed == pytest.approx(0.001, rel=0.1) and per_token == pytest.approx(1e-5, rel=0.1)
     for size, pays in ((8, True), (256, False)):  # of 2 proposals per sample and step, 0.6 are accepted
-        for _ in range(10):
-            balance.add(size, 2 * size, int(0.6 * size), 2e-6 * size)
+        for _ in range(100):
+            balance.add(size, 2 * size, 0.6 * size, 2e-6 * size)
             balance.decide(size, cost)
         assert balance.on == pays
         balance = Balance()
@@ -238,5 +269,5 @@ def test_only_what_an_engine_and_a_model_can_do():
     with pytest.raises(ValueError, match="speculation=suffix needs engine=embedded, got vllm"):
         Serving(engine="vllm", speculation="suffix")
     assert Serving(engine="vllm", speculation="auto").speculation == "auto"
-    traits = traits_of(network_of("qwen3").config)
-    assert speculation_of("off", traits, "qwen3") is None and speculation_of("auto", traits, "qwen3") is not None
+    network = network_of("qwen3")
+    assert speculation_of("off", network) is None and speculation_of("auto", network) is not None
