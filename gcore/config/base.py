@@ -302,6 +302,10 @@ class Serving(Section):
     """Embedded: minimum seconds per decoding step; emulates a slower device."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
+    precision: Literal["auto", "fp8"] = "auto"
+    """`fp8`: the matrices of layers are rounded to FP8, in blocks of 128 x 128 that share a scale, and sent so in half
+    or a quarter of the bytes. Embedded: it computes with these numbers in `dtype`, which shows what FP8 does to
+    learning and is not faster, see docs/engines.md."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.4
     """vLLM, SGLang: share of the GPU's memory for weights and KV cache. If several engines of the policy are on a GPU,
     they divide it; a judge's replica has it alone."""
@@ -332,6 +336,10 @@ class Serving(Section):
             raise ValueError(
                 f"engine={self.engine}, section `emulated` is {'set' if self.emulated else 'not set'}; "
                 "expected it with engine=emulated, and only there"
+            )
+        if self.precision == "fp8" and not self.traits.fp8:
+            raise ValueError(
+                f"precision=fp8 needs engine={engines_with('fp8')}, got {self.engine}; expected precision=auto"
             )
         if self.speculation in ("mtp", "draft"):
             raise ValueError(f"speculation={self.speculation} is not built yet; expected off, auto, ngram or suffix")

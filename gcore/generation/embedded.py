@@ -42,6 +42,7 @@ from gcore.models.networks import Adapters, adapters_of, load_model
 from gcore.models.towers import takes_media
 from gcore.threads import use_threads
 from gcore.types import Floats, Ints, Request
+from gcore.weights.fp8 import round_parameters
 from gcore.weights.receiver import WeightReceiver, receiver_in_process
 
 ROW_BLOCK = 8
@@ -67,6 +68,8 @@ def make_engine(spec: EngineSpec) -> SteppedEngine:
     device, dtype = spec.placed()
     tokenizer = spec.load_tokenizer(spec.model)
     network = load_model(spec.model, tokenizer, spec.seed, dtype, device, max_length=spec.max_length)
+    if spec.serving.precision == "fp8":
+        round_parameters(network)
     adapters = adapters_of(network, spec.lora) if spec.lora else None
     speculation = speculation_of(spec.serving.speculation, network)
     backend = EmbeddedBackend(network, spec.serving.max_concurrent, spec.max_length, adapters, speculation=speculation)
