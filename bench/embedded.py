@@ -1,6 +1,7 @@
 """Tokens per second of the embedded engine against transformers' `generate` and its continuous batching.
 
     python bench/embedded.py --json embedded.json
+    python bench/embedded.py --learn 1000 --only "1 process"    # what speculation gains on text that repeats itself
     python bench/embedded.py --device cuda --hidden-size 1024 --intermediate-size 3072 --layers 28 --heads 16 \
         --kv-heads 8 --vocab 8000 --prompts 32 --tokens 256 --longest 512
 
@@ -9,6 +10,9 @@ All contenders have the same model (default: 0.9M parameters), prompts and numbe
 latter, `generate`, with one length per batch, runs to the longest, and only the requested tokens count. Each contender
 has its own processes, is warmed up on the same workload, and runs once per round (A B C, A B C, ...). The table shows
 the median and the best round. The time is from prompts to tokens, without loading and set-up.
+
+With --learn, the model first learns to add digit by digit, and the prompts are sums. Its answers repeat each other;
+those of random weights only by chance.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -57,6 +62,7 @@ class Contender:
     passive: bool = False  # OMP_WAIT_POLICY=passive: idle threads sleep immediately; better on shared cores
     logprobs: bool = False
     seeds: str = "no"
+    speculates: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,19 +71,28 @@ class Setting:
     build: dict[str, Any]
     rows: int
     longest: int  # prompt and response
+    weights: str | None = None  # a file, if the model has learned something
 
 
 # ---- contenders: each returns a function from jobs to token lists ----------------------------------------------------
 
 
-def embedded(setting: Setting, network: Any, _: int, stack: ExitStack) -> Callable[[list[Job]], list[list[int]]]:
+def embedded(
+    setting: Setting, network: Any, contender: Contender, stack: ExitStack
+) -> Callable[[list[Job]], list[list[int]]]:
     from gcore.content.tokens import Tokens, tokens_of
     from gcore.generation.embedded import EmbeddedBackend
     from gcore.generation.engine_shell import SteppedEngine
+    from gcore.generation.speculation import speculation_of
     from gcore.types import Request, SamplingParams
 
-    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=setting.rows, max_length=setting.longest))
+    speculation = speculation_of("suffix" if contender.speculates else "off", network)
+    engine = SteppedEngine(EmbeddedBackend(network, setting.rows, setting.longest, speculation=speculation))
     stack.callback(engine.close)
+    if speculation is not None:
+        stack.callback(
+            lambda: print(f"proposed {speculation.proposed}, accepted {speculation.accepted}", file=sys.stderr)
+        )
 
     def run(jobs: list[Job]) -> list[list[int]]:
         requests = [
@@ -91,7 +106,9 @@ def embedded(setting: Setting, network: Any, _: int, stack: ExitStack) -> Callab
     return run
 
 
-def generate(setting: Setting, network: Any, threads: int, stack: ExitStack) -> Callable[[list[Job]], list[list[int]]]:
+def generate(
+    setting: Setting, network: Any, contender: Contender, stack: ExitStack
+) -> Callable[[list[Job]], list[list[int]]]:
     import torch
     from transformers import GenerationConfig
 
@@ -115,7 +132,7 @@ def generate(setting: Setting, network: Any, threads: int, stack: ExitStack) -> 
 
 
 def continuous(
-    setting: Setting, network: Any, threads: int, stack: ExitStack
+    setting: Setting, network: Any, contender: Contender, stack: ExitStack
 ) -> Callable[[list[Job]], list[list[int]]]:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -181,8 +198,10 @@ def worker(pipe: Any, contender: Contender, setting: Setting) -> None:
     device = pick_device(setting.device)
     network = load_model(model, load_tokenizer(model), 0, pick_dtype("auto", device), device)
     network.generation_config.eos_token_id = None  # no response ends early
+    if setting.weights is not None:
+        network.load_state_dict(torch.load(setting.weights))
     with ExitStack() as stack:
-        run = KINDS[contender.kind](setting, network, contender.threads, stack)
+        run = KINDS[contender.kind](setting, network, contender, stack)
         pipe.send(sum(p.numel() for p in network.parameters()))
         while (jobs := pipe.recv()) is not None:
             try:
@@ -254,6 +273,46 @@ class Team:
 # ---- the experiment -------------------------------------------------------------------------------------------------
 
 
+def written_sum(random: np.random.Generator) -> tuple[str, str]:
+    """ "4718+1355=", "8+5+0=13+1+5+1=7+...=6073": digit by digit, with the carry, in one of two orders."""
+    a, b = (str(number) for number in random.integers(1000, 10000, 2))
+    carry, parts = 0, []
+    for x, y in zip(a[::-1], b[::-1], strict=True):
+        value = int(x) + int(y) + carry
+        parts.append(f"{x}+{y}+{carry}={value}" if random.random() < 0.8 else f"{y}+{x}+{carry}={value}")
+        carry = value // 10
+    return f"{a}+{b}=", "+".join(parts) + f"={int(a) + int(b)}"
+
+
+def learn(build: dict[str, Any], steps: int, file: Path) -> None:
+    """Trains the model of this configuration on written sums, and writes its weights to the file."""
+    import torch
+
+    from gcore.config.base import BuildModel, Model
+    from gcore.models.networks import load_model
+    from gcore.prompts.tokenizer import load_tokenizer
+
+    torch.set_num_threads(1)
+    model, random = Model(build=BuildModel(**build)), np.random.default_rng(0)
+    tokenizer = load_tokenizer(model)
+    network = load_model(model, tokenizer, 0, torch.float32, torch.device("cpu")).train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
+    for step in range(steps):
+        texts = ["".join(written_sum(random)) for _ in range(32)]
+        rows = [torch.tensor([1, *tokenizer.encode(text, add_special_tokens=False), 2]) for text in texts]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+        logits = network(tokens.clamp(min=0)).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 100 == 0 or step == steps - 1:
+            print(f"learning, step {step}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
+    torch.save(network.state_dict(), file)
+
+
 def make_workloads(args: argparse.Namespace, vocabulary: int) -> dict[str, list[list[Job]]]:
     from gcore.generation.noise import noise_key
 
@@ -261,6 +320,12 @@ def make_workloads(args: argparse.Namespace, vocabulary: int) -> dict[str, list[
     prompts = [
         (1, *random.integers(4, vocabulary, args.prompt_length - 1).tolist()) for _ in range(args.prompts)
     ]  # <bos>, then characters
+    if args.learn:
+        from gcore.config.base import BuildModel, Model
+        from gcore.prompts.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(Model(build=BuildModel(alphabet=ALPHABET, max_length=64)))
+        prompts = [(1, *tokenizer.encode(written_sum(random)[0], add_special_tokens=False)) for _ in prompts]
     shape = (args.prompts, args.siblings)
     lengths = {
         "fixed": np.full(shape, args.tokens),
@@ -278,7 +343,10 @@ def make_workloads(args: argparse.Namespace, vocabulary: int) -> dict[str, list[
 def make_contenders(device: str, cores: int, only: str | None) -> list[Contender]:
     ours: dict[str, Any] = {"logprobs": True, "seeds": "yes"}
     cb = "continuous batching"
-    found = [Contender("embedded, 1 process x 1 thread", "embedded", **ours)]
+    found = [
+        Contender("embedded, 1 process x 1 thread", "embedded", **ours),
+        Contender("embedded, 1 process, speculation", "embedded", speculates=True, **ours),
+    ]
     if device == "cpu":
         found += [
             Contender(f"embedded, {cores} processes x 1 thread", "embedded", processes=cores, **ours),
@@ -300,11 +368,18 @@ def make_contenders(device: str, cores: int, only: str | None) -> list[Contender
 
 def main() -> None:
     args = parse()
+    if args.learn:
+        args.prompt_length = 1 + len(written_sum(np.random.default_rng(0))[0])
     vocabulary = args.vocab or len(ALPHABET) + 4  # four special tokens
     alphabet = "".join(chr(0x4E00 + i) for i in range(args.vocab - 4)) if args.vocab else ALPHABET
     build = {**{name: getattr(args, name) for name in SHAPE}, "alphabet": alphabet}
     longest = args.prompt_length + max(args.tokens, args.longest)
-    setting = Setting(args.device, {**build, "max_length": longest}, args.prompts * args.siblings, longest)
+    build["max_length"] = longest
+    weights = None
+    if args.learn:
+        weights = str(Path(tempfile.mkdtemp(prefix="embedded-")) / "weights.pt")
+        learn(build, args.learn, Path(weights))
+    setting = Setting(args.device, build, args.prompts * args.siblings, longest, weights)
     workloads = make_workloads(args, vocabulary)
     cores = detect_machine().cores
     teams, results = [], []
@@ -381,6 +456,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-length", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=64, help="length of each response of the fixed workload")
     parser.add_argument("--longest", type=int, default=128, help="maximum length of a response of the ragged workload")
+    parser.add_argument("--learn", type=int, default=0, help="steps of training before")
     parser.add_argument("--vocab", type=int, help="tokens of the vocabulary; default: 16, digits and signs")
     for name, value in SHAPE.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="of the built model")

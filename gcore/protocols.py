@@ -103,6 +103,8 @@ class EngineStats:
     busy_s: float  # seconds with at least one request, since the start
     generated_tokens: float  # since the start
     running_tokens: float = 0.0  # generated so far for the requests in the batch
+    proposed_tokens: float = 0.0  # by speculation, since the start
+    accepted_tokens: float = 0.0  # of these
 
 
 @dataclass(frozen=True, slots=True)

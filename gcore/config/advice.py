@@ -159,6 +159,11 @@ def _samples(config: Config) -> Iterator[str]:
             f"algorithm.importance.level=none with samples up to {config.sampling.staleness} version(s) old "
             "(sampling.max_staleness, sampling.surplus): they train as if the current policy had sampled them"
         )
+    if algorithm.importance.level == "none" and generation.precision == "fp8":
+        yield (
+            "algorithm.importance.level=none with generation.precision=fp8: samples of rounded weights train as if the "
+            "policy had sampled them; use importance.level=token"
+        )
     if algorithm.overlong.mask and algorithm.overlong.buffer:
         yield (
             "algorithm.overlong.mask=true with overlong.buffer > 0: samples of full length get a penalty in their "

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from gcore.config.engines import DEFAULT_ENGINE, ENGINES, EngineName, EngineTraits
+from gcore.config.engines import DEFAULT_ENGINE, ENGINES, EngineName, EngineTraits, engines_with
 from gcore.config.leaves import leaves_of
 
 Auto = Literal["auto"]
@@ -321,6 +321,10 @@ class Serving(Section):
     """Embedded: minimum seconds per decoding step; emulates a slower device."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
+    precision: Literal["auto", "fp8"] = "auto"
+    """`fp8`: the matrices of layers are rounded to FP8, in blocks of 128 x 128 that share a scale, and sent so in half
+    or a quarter of the bytes. Embedded: it computes with these numbers in `dtype`, which shows what FP8 does to
+    learning and is not faster, see docs/engines.md."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.4
     """vLLM, SGLang: share of the GPU's memory for weights and KV cache. If several engines of the policy are on a GPU,
     they divide it; a judge's replica has it alone."""
@@ -332,6 +336,11 @@ class Serving(Section):
     decode_steps: PositiveInt = 8
     """vLLM with `tensor_parallel: 1` on a GPU: at most this many decoding steps are launched at once, without vLLM's
     scheduler between them, see docs/engines.md. 1: the scheduler is called for every step."""
+    speculation: Literal["off", "auto", "ngram", "suffix", "mtp", "draft"] = "off"
+    """Embedded: propose tokens and compute several of them in one step; the samples are the same, see docs/engines.md.
+    `ngram`: what followed the same tokens in the prompt or the sample itself; `suffix`: also in the prompt's other
+    samples, and those of earlier epochs. Both stop by themselves where they do not pay. `auto`: `suffix` if engine and
+    model can. `mtp` and `draft`, proposals of a model, are not built yet."""
     seeds: bool | Auto = "auto"
     """vLLM, SGLang: a separate seed per request, so that samples are reproducible; slower on GPUs. `auto`: only on
     CPU."""
@@ -346,6 +355,17 @@ class Serving(Section):
             raise ValueError(
                 f"engine={self.engine}, section `emulated` is {'set' if self.emulated else 'not set'}; "
                 "expected it with engine=emulated, and only there"
+            )
+        if self.precision == "fp8" and not self.traits.fp8:
+            raise ValueError(
+                f"precision=fp8 needs engine={engines_with('fp8')}, got {self.engine}; expected precision=auto"
+            )
+        if self.speculation in ("mtp", "draft"):
+            raise ValueError(f"speculation={self.speculation} is not built yet; expected off, auto, ngram or suffix")
+        if self.speculation not in ("off", "auto") and not self.traits.speculates:
+            raise ValueError(
+                f"speculation={self.speculation} needs engine={engines_with('speculates')}, got {self.engine}; "
+                "expected speculation=off or auto"
             )
         return self
 

@@ -212,6 +212,8 @@ def _check_lora(config: Config) -> None:
         return
     if config.training.emulated is not None:
         raise ValueError("model.lora: training.backend=emulated does not train; remove one of the two")
+    if config.generation.precision == "fp8":
+        raise ValueError("generation.precision=fp8: got model.lora; expected whole weights, or precision=auto")
     if config.generation.sleep == 2:
         raise ValueError(
             "generation.sleep=2 drops the engines' weights, but with model.lora the trainer sends only adapters; "

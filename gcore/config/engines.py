@@ -26,6 +26,8 @@ class EngineTraits:
     experts: bool = False  # records the experts of each token
     scores: bool = False  # returns logprobs of given tokens, for teachers
     scores_at_one: bool = False  # only those at temperature 1, and it needs room for one more token
+    fp8: bool = False  # takes weights in FP8
+    speculates: bool = False  # can propose tokens, and keeps the samples as they are
     decode_steps: bool = False  # can launch several decoding steps at once on one GPU
     computes: bool = True  # False: it only sleeps for the time of a device
 
@@ -45,6 +47,8 @@ ENGINES = {
         sampling_mask=True,
         experts=True,
         scores=True,
+        fp8=True,
+        speculates=True,
     ),
     "vllm": EngineTraits(
         "gcore.generation.vllm",

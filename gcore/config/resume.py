@@ -29,6 +29,7 @@ FREE = (
         "training.device",
         "*.max_concurrent",
         "*.min_step_s",
+        "*.speculation",
         "*.gpu_memory_utilization",
         "*.tensor_parallel",
         "*.eager",

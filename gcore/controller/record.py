@@ -78,6 +78,7 @@ class Recorder:
                 **status.take_metrics(),
                 **collected.measured,
                 "perf/tokens_per_s": tokens / times["step"],
+                **await self._speculation(),
                 **link_row(part["links"] for part in gathered),
                 "controller/bytes": max(part["links"].total() for part in gathered),
                 **media_row([part["media"] for part in gathered]),
@@ -97,6 +98,15 @@ class Recorder:
         spec = self._services.config.environment
         row = environment_row(_sum_counts(gathered, "environment"))
         return {"environment/source": hide(spec.source), **row} if spec is not None else row
+
+    async def _speculation(self) -> Row:
+        """Counters of the policy's engines. Controller 0 asks all of them."""
+        services = self._services
+        generation = services.config.generation
+        if generation.speculation == "off" or not generation.traits.speculates or services.controllers.rank:
+            return {}
+        proposed, accepted = await services.pool.take_speculated()
+        return {"rollout/spec_proposed": proposed, "rollout/spec_accepted": accepted}
 
     def _take_links(self) -> Counter[tuple[Link, LinkScope]]:
         services = self._services

@@ -176,7 +176,10 @@ class RowCache(Cache):
     of transformers.
 
     Before each forward pass the engine calls `begin_prefill` (these rows, from one position on) or `begin_step` (one
-    more token for each of the first n rows, each at its own position).
+    more token for each of the first n rows, each at its own position; or `begin_blocks`, several more).
+
+    Proposed tokens that are rejected need no removal: masks hide what is behind a row's last position, until the next
+    tokens are written over it. States cannot go back like that: their models get no proposals.
 
     A layer with a window or chunks keeps as many keys as it can see, rounded up: `rings`, by the kind of layer. The key
     at position p is in place p modulo that number, and replaces one that no token sees any more.
@@ -197,7 +200,9 @@ class RowCache(Cache):
         self.start = 0  # of the current prefill
         self._num_active = 0
         self.step_rows: Tensor | None = None
-        self.write_at: Tensor | None = None  # positions of the current decoding step
+        self.write_at: Tensor | None = None  # positions of the current decoding step: [n] or, of blocks, [n, width]
+        self._last: Tensor | None = None  # position of the last token of each block, if there are some
+        self.proposed: Tensor | None = None  # rows of the proposed tokens, if those of all blocks are in one list
 
     @property
     def active(self) -> Tensor | slice:
@@ -248,12 +253,28 @@ class RowCache(Cache):
 
     def begin_step(self, positions_B: Tensor, read_length: int, turned_B: Tensor | None = None) -> None:
         """`turned_B`: their positions for rotary embeddings, if those differ."""
-        self._rows, self.read_length = None, read_length
+        self._rows, self.read_length, self._last, self.proposed = None, read_length, None, None
         self._num_active = len(positions_B)
         self.step_rows = torch.arange(len(positions_B), device=positions_B.device)
         self.write_at = positions_B
         if (kept := self._positions[0]) is not None:
             kept[self.step_rows, :, positions_B] = (positions_B if turned_B is None else turned_B)[:, None, None]
+
+    def begin_blocks(self, positions_BW: Tensor, last_B: Tensor, read_length: int) -> None:
+        """Blocks of equal width, for a forward pass of transformers. `last_B`: the last position of each block; places
+        behind it only fill the table."""
+        self.reserve(0, read_length)
+        self._rows, self.read_length, self.proposed = None, read_length, None
+        self._num_active = len(positions_BW)
+        self.step_rows = torch.arange(len(positions_BW), device=positions_BW.device)[:, None]
+        self.write_at, self._last = positions_BW, last_B
+
+    def begin_list(self, positions_N: Tensor, rows_N: Tensor, last_N: Tensor, num_rows: int, read_length: int) -> None:
+        """Blocks of any width as one list, for `write_step`: the first token of each row, then the others."""
+        self.reserve(0, read_length)
+        self._rows, self.read_length = None, read_length
+        self._num_active, self.step_rows, self.proposed = num_rows, rows_N, rows_N[num_rows:]
+        self.write_at, self._last = positions_N, last_N
 
     def _ring(self, tensors: list[Tensor | None], layer: int) -> int | None:
         """How many keys or values the layer keeps; None: all."""
@@ -276,9 +297,11 @@ class RowCache(Cache):
             if self.write_at is None:
                 found[kind] = mask[..., max(self.start - ring, 0) :]
                 continue
-            at_BK = self._in_ring(ring, self.write_at, min(ring, self.read_length))
+            last_B = self.write_at if self._last is None else self._last
+            at_BK = self._in_ring(ring, last_B, min(ring, self.read_length))
             hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-            gathered = mask.gather(-1, at_BK.clamp(min=0)[:, None, None])
+            index = at_BK.clamp(min=0)[:, None, None].expand(-1, -1, mask.shape[2], -1)
+            gathered = mask.gather(-1, index)
             found[kind] = gathered.masked_fill((at_BK < 0)[:, None, None], hidden)
         return found
 
@@ -302,8 +325,9 @@ class RowCache(Cache):
             heads, dim = new_BHWD.shape[1], new_BHWD.shape[3]
             kept = tensors[layer] = new_BHWD.new_zeros(self.num_rows, heads, ring or self.length, dim)
         if self.write_at is not None:
-            kept[self.step_rows, :, self.write_at if ring is None else self.write_at % ring] = new_BHWD[:, :, 0]
-            return kept[: len(new_BHWD), :, : min(self.read_length, ring or self.read_length)]
+            new = new_BHWD[:, :, 0] if self.write_at.dim() == 1 else new_BHWD.transpose(1, 2)
+            kept[self.step_rows, :, self.write_at if ring is None else self.write_at % ring] = new
+            return kept[: self._num_active, :, : min(self.read_length, ring or self.read_length)]
         if ring is not None:
             return self._write_ring(kept, ring, new_BHWD)
         kept[self._rows, :, self.start : self.read_length] = new_BHWD
@@ -387,13 +411,15 @@ class RowCache(Cache):
         return self.read_length, 0
 
 
-def make_cache(network: Any) -> RowCache:
+def make_cache(network: Any, ahead: int = 0) -> RowCache:
+    """`ahead`: at most this many tokens behind a row's last one are written, and may be rejected. Keys that they
+    replace in a ring are hidden from all later tokens."""
     config = network.config.get_text_config()
     if config.model_type != "minimax":
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         traits = traits_of(network.config)
         seen = {SLIDING: traits.window, CHUNKED: traits.chunk}
-        rings = {kind: -(-size // KEY_BLOCK) * KEY_BLOCK for kind, size in seen.items() if size is not None}
+        rings = {kind: -(-(size + ahead) // KEY_BLOCK) * KEY_BLOCK for kind, size in seen.items() if size is not None}
         cache = RowCache(config.num_hidden_layers, ends[0] or 0, rings)
         cache.kinds = [{"sliding": SLIDING, "chunked": CHUNKED}.get(KINDS[kind].mask, kind) for kind in traits.kinds]
         for number, layer in enumerate(layers_of(network)[1]):

@@ -43,7 +43,9 @@ class _Layer:
 
 
 class FusedDecoder:
-    """`step(tokens, positions, masks, cache)` -> logits, with one mask per layer. `supports`: for which models."""
+    """`step(tokens, positions, masks, cache)` -> logits, with one mask per layer. `supports`: for which models.
+
+    The tokens are one per row, or blocks of proposed ones (RowCache.begin_list)."""
 
     def __init__(self, model: Any, max_length: int) -> None:
         config, body = model.config.get_text_config(), model.get_decoder()
@@ -79,15 +81,24 @@ class FusedDecoder:
                 qk = F.rms_norm(qk, (dim,), None, self.eps) * self._per_head(*layer.qk_norm)
             swapped = torch.cat(qk.chunk(2, -1)[::-1], -1)
             q, k = torch.addcmul(qk * cos, swapped, sin).split((self.heads, self.kv_heads), 1)
-            keys, values = cache.write_step(index, k, v)
-            attended = F.scaled_dot_product_attention(
-                q[:, :, None], keys, values, masks[index], enable_gqa=self.heads != self.kv_heads
-            )
+            attended = self._attended(q[:, :, None], *cache.write_step(index, k, v), masks[index], cache.proposed)
             x = _add_linear(x, attended.view(num, -1), layer.out)
             h = F.rms_norm(x, width, layer.norm_2, self.eps)
             gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             x = _add_linear(x, F.silu(gate).mul_(up), layer.down)
         return self.head(F.rms_norm(x, width, self.norm, self.eps))
+
+    def _attended(self, q_NH1D: Tensor, keys: Tensor, values: Tensor, mask: Tensor, proposed: Tensor | None) -> Tensor:
+        """The first token of each row, then the proposed ones of these rows. Each is a query of its own: in one of
+        several tokens, its last bits would be others."""
+        grouped, rows = self.heads != self.kv_heads, len(keys)
+        first = F.scaled_dot_product_attention(q_NH1D[:rows], keys, values, mask[:rows], enable_gqa=grouped)
+        if proposed is None:
+            return first
+        others = F.scaled_dot_product_attention(
+            q_NH1D[rows:], keys[proposed], values[proposed], mask[rows:], enable_gqa=grouped
+        )
+        return torch.cat((first, others))
 
     def _per_head(self, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         return torch.cat((q_norm.expand(self.heads, -1), k_norm.expand(self.kv_heads, -1)))
@@ -142,11 +153,26 @@ class RowTable:
         for array in vars(self).values():
             array[target] = array[source]
 
+    def advance(self, numbers: Sequence[int], lasts: Sequence[int]) -> None:
+        """The first rows by so many tokens, of which these are the last ones."""
+        n = len(numbers)
+        self.length[:n] += numbers
+        self.position[:n] += numbers
+        self.last[:n] = lasts
+
+    def ahead(self, rows_N: np.ndarray, ahead_N: np.ndarray) -> RowTable:
+        """A row for each of these, after so many more tokens."""
+        found = RowTable(0)
+        for name, array in vars(self).items():
+            setattr(found, name, array[rows_N])
+        found.position += ahead_N
+        return found
+
 
 def sample(logits: Tensor, rows: RowTable) -> tuple[np.ndarray, np.ndarray, dict[int, Ints]]:
     """Per row of `logits`: the next token and its logprob. Also the candidates by row. Temperature 0 is greedy.
 
-    Increments the positions. Candidates are the tokens that top-k and top-p left to choose from. They are returned for
+    Candidates are the tokens that top-k and top-p left to choose from. They are returned for
     rows with `keep_mask` only, and the logprob of such a row is computed among its candidates.
     """
     n, device = len(logits), logits.device
@@ -159,7 +185,6 @@ def sample(logits: Tensor, rows: RowTable) -> tuple[np.ndarray, np.ndarray, dict
     if rows.top_k[:n].any() or (rows.top_p[:n] < 1).any():
         probs_BV = _truncate(probs_BV, rows)
     noise = torch.from_numpy(uniforms(rows.noise_key[:n], rows.position[:n])).clamp_(max=1 - 2.0**-24)
-    rows.position[:n] += 1
     cumulative = probs_BV.cumsum(-1)
     tokens = torch.searchsorted(cumulative, noise.float().to(device)[:, None] * cumulative[:, -1:], right=True)[:, 0]
     tokens.clamp_(max=logits.shape[-1] - 1)

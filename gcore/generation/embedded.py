@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,17 +36,28 @@ from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
+from gcore.generation.speculation import MAX_DRAFT, Blocks, Speculation, speculation_of
 from gcore.models.decoders import decoder_of, expert_routers_of, feature_tokens, traits_of
 from gcore.models.networks import Adapters, adapters_of, load_model
 from gcore.models.towers import takes_media
 from gcore.threads import use_threads
-from gcore.types import Floats, Request
+from gcore.types import Floats, Ints, Request
+from gcore.weights.fp8 import round_parameters
 from gcore.weights.receiver import WeightReceiver, receiver_in_process
 
 ROW_BLOCK = 8
 SCORED_TOKENS = 16384  # per batch of `score`
 PREFILL_TOKENS = 16384  # per batch of prompts. A longer prompt is alone, and is prefilled in chunks
 PREFILL_CHUNK = 1024  # tokens: the mask of a chunk has this number of rows
+
+
+class Sampled(NamedTuple):
+    """After each token of the blocks of a step."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    candidates: dict[int, Ints]  # by place, where they are kept
+    experts: np.ndarray | None  # [tokens, routers, k]
 
 
 def _round_up(value: int, block: int) -> int:
@@ -57,8 +68,11 @@ def make_engine(spec: EngineSpec) -> SteppedEngine:
     device, dtype = spec.placed()
     tokenizer = spec.load_tokenizer(spec.model)
     network = load_model(spec.model, tokenizer, spec.seed, dtype, device, max_length=spec.max_length)
+    if spec.serving.precision == "fp8":
+        round_parameters(network)
     adapters = adapters_of(network, spec.lora) if spec.lora else None
-    backend = EmbeddedBackend(network, spec.serving.max_concurrent, spec.max_length, adapters)
+    speculation = speculation_of(spec.serving.speculation, network)
+    backend = EmbeddedBackend(network, spec.serving.max_concurrent, spec.max_length, adapters, speculation=speculation)
     return SteppedEngine(backend, spec.open_tracer(), spec.serving.min_step_s)
 
 
@@ -73,11 +87,14 @@ class EmbeddedBackend(DecodeBackend):
         max_length: int,
         adapters: Adapters | None = None,
         fused: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         self._model, self._device = model, model.device
         self._traits = traits_of(model.config)
         self.max_concurrent, self._max_length = max_concurrent, max_length
-        self._cache, self._decoder = make_cache(model), decoder_of(model)
+        self._speculation = speculation
+        self._ahead = 0 if speculation is None else MAX_DRAFT + ROW_BLOCK
+        self._cache, self._decoder = make_cache(model, self._ahead), decoder_of(model)
         self._cache_argument = cache_argument(self._decoder)
         self.jobs: list[Job] = []  # jobs[i] has row i of the cache
         self._rows = RowTable(_round_up(max_concurrent, ROW_BLOCK))
@@ -114,7 +131,7 @@ class EmbeddedBackend(DecodeBackend):
     def free(self, level: int) -> float:
         """The cache grows again with the first request."""
         freed = self._cache.nbytes
-        self._cache = make_cache(self._model)
+        self._cache = make_cache(self._model, self._ahead)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes
         return freed / GIB
@@ -129,7 +146,7 @@ class EmbeddedBackend(DecodeBackend):
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
         """Siblings with the same prompt share one prefill."""
         first = len(self.jobs)
-        need = max(job.content.size + job.request.params.max_tokens for job in jobs)
+        need = max(job.content.size + job.request.params.max_tokens for job in jobs) + self._ahead
         rows = min(_round_up(first + len(jobs), 64), len(self._rows.length))
         self._cache.reserve(rows, _round_up(need, KEY_BLOCK))
         prompts: dict[bytes, list[int]] = {}
@@ -143,6 +160,8 @@ class EmbeddedBackend(DecodeBackend):
             elif self._traits.recurrent:
                 self._clear_states(i)
         self.jobs.extend(jobs)
+        if self._speculation is not None:
+            self._speculation.begin(jobs)
         if prompts:
             self._prefill(list(prompts.values()))
         return ()
@@ -248,44 +267,85 @@ class EmbeddedBackend(DecodeBackend):
 
     @torch.inference_mode()
     def step(self) -> Step:
-        n = len(self.jobs)
-        padded = _round_up(n, ROW_BLOCK)
-        self._rows.length[n:padded] = 0
-        read_length = _round_up(int(self._rows.length[:n].max()) + 1, KEY_BLOCK)
-        positions_B = torch.from_numpy(self._rows.length[:padded].copy()).to(self._device)
-        tokens_B = torch.from_numpy(self._rows.last[:padded].copy()).to(self._device)
-        at_B111 = positions_B[:, None, None, None]
-        seen = torch.arange(read_length, device=self._device) <= at_B111
-        masks = self._traits.masks(seen, at_B111, self._model.dtype)
-        at_B = positions_B
+        speculation, drafts = self._speculation, [list[int]() for _ in self.jobs]
+        if speculation is not None:
+            drafts = speculation.drafts(self.jobs, ROW_BLOCK, self._fused is None)
+        started = speculation.now() if speculation is not None else 0.0
+        proposes = any(drafts)
+        aligned = proposes and self._fused is None  # transformers computes blocks of equal width
+        blocks = (Blocks.aligned if aligned else Blocks.listed)(drafts, ROW_BLOCK)
+        logits, experts = self._forward(blocks)
+        rows_N, ahead_N = blocks.rows_RW.flat[blocks.places_N], blocks.ahead_RW.flat[blocks.places_N]
+        tokens, logprobs, candidates = sample(logits, self._rows.ahead(rows_N, ahead_N) if proposes else self._rows)
+        sampled = Sampled(tokens.tolist(), logprobs.tolist(), candidates, experts)
+        taken, ended = self._take(drafts, sampled)
+        if speculation is not None:
+            speculation.record(self.jobs, drafts, taken, blocks.rows_RW.size, speculation.now() - started)
+            self.speculated = speculation.proposed, speculation.accepted
+        self.remove([job for job, _ in ended])
+        return Step(sum(taken), ended)
+
+    def _forward(self, blocks: Blocks) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Logits after each token of the blocks; the experts of these tokens, if they are kept."""
+        n, width, table = len(self.jobs), blocks.rows_RW.shape[1], self._rows
+        table.length[n : _round_up(n, ROW_BLOCK)] = table.offset[n : _round_up(n, ROW_BLOCK)] = 0
+        tokens_RW, length_RW = table.last[blocks.rows_RW], table.length[blocks.rows_RW]
+        at_RW = length_RW + blocks.ahead_RW
+        tokens_RW.flat[blocks.places_N[n:]] = blocks.proposed
+        read_length = _round_up(int(at_RW.max()) + 1, KEY_BLOCK)
+        tokens, at = torch.from_numpy(tokens_RW).to(self._device), torch.from_numpy(at_RW).to(self._device)
+        last, positions = at, at
+        if blocks.proposed:
+            last = torch.from_numpy(length_RW + blocks.sizes_RW).to(self._device)
+            positions = at.minimum(last)  # what only fills the table may be behind the last position of the model
         if self._media is not None:
-            self._rows.offset[n:padded] = 0
-            positions_B = positions_B + torch.from_numpy(self._rows.offset[:padded].copy()).to(self._device)
-        self._cache.begin_step(at_B, read_length, positions_B)
+            positions = positions + torch.from_numpy(table.offset[blocks.rows_RW]).to(self._device)
+        seen = torch.arange(read_length, device=self._device) <= at[:, None, :, None]
+        masks = self._traits.masks(seen, at[:, None, :, None], self._model.dtype)
+        if not blocks.proposed:
+            self._cache.begin_step(at[:, 0], read_length, positions[:, 0])
+        elif self._fused is None:
+            self._cache.begin_blocks(at, last[:, 0], read_length)
+        else:
+            rows = torch.from_numpy(blocks.rows_RW[:, 0]).to(self._device)
+            self._cache.begin_list(at[:, 0], rows, last[:, 0], n, read_length)
         masks = self._cache.visible(masks)
-        experts = None
+        places = torch.from_numpy(blocks.places_N).to(self._device)
         if self._fused is not None:
             masks_by_layer = [masks[kind] for kind in self._traits.kinds]
-            logits = self._traits.allowed(self._fused.step(tokens_B, positions_B, masks_by_layer, self._cache))
-        else:
-            passed = partial(self._hidden, {"input_ids": tokens_B[:, None]}, positions_B[:, None], masks)
-            hidden, experts = self._watched(passed, range(n))
-            logits = self._logits(hidden[:, -1])
-        tokens, logprobs, candidates = sample(logits[:n], self._rows)
-        self._rows.length[:n] += 1
-        self._rows.last[:n] = tokens
-        ended: list[Ended] = []
-        for i, (job, token, logprob) in enumerate(zip(self.jobs, tokens.tolist(), logprobs.tolist(), strict=True)):
-            job.tokens.append(token)
-            job.logprobs.append(logprob)
-            if i in candidates:
-                job.candidates.append(candidates[i])
-            if experts is not None and job.request.params.keep_experts:
-                job.experts.append(experts[i : i + 1])
-            if (finish := job.finish) is not None:
-                ended.append((job, finish))
-        self.remove([job for job, _ in ended])
-        return Step(n, ended)
+            logits = self._fused.step(tokens[:, 0], positions[:, 0], masks_by_layer, self._cache)
+            return self._traits.allowed(logits)[: len(places)], None
+        passed = partial(self._hidden, {"input_ids": tokens}, positions, masks)
+        hidden, experts = self._watched(passed, range(n))
+        hidden = hidden.flatten(0, 1)
+        logits = self._logits(hidden if width == 1 else hidden[places])[: len(places)]
+        return logits, None if experts is None else experts[blocks.places_N]
+
+    def _take(self, drafts: Sequence[Sequence[int]], sampled: Sampled) -> tuple[list[int], list[Ended]]:
+        """Add the sampled tokens of each row to its job, up to the first that differs from what was proposed. Returns
+        how many they are, and the jobs that end with them."""
+        taken, lasts, ended, first = list[int](), list[int](), list[Ended](), len(self.jobs)
+        for row, (job, draft) in enumerate(zip(self.jobs, drafts, strict=True)):
+            place, number = row, 0
+            while True:
+                token = sampled.tokens[place]
+                job.tokens.append(token)
+                job.logprobs.append(sampled.logprobs[place])
+                if place in sampled.candidates:
+                    job.candidates.append(sampled.candidates[place])
+                if sampled.experts is not None and job.request.params.keep_experts:
+                    job.experts.append(sampled.experts[place : place + 1])
+                if (finish := job.finish) is not None:
+                    ended.append((job, finish))
+                    break
+                if number == len(draft) or token != draft[number]:
+                    break
+                place, number = first + number, number + 1
+            first += len(draft)
+            taken.append(number + 1)
+            lasts.append(token)
+        self._rows.advance(taken, lasts)
+        return taken, ended
 
     @torch.inference_mode()
     def score(self, requests: Sequence[Request]) -> list[Floats]:
@@ -325,6 +385,8 @@ class EmbeddedBackend(DecodeBackend):
         if not jobs:
             return
         removed = set(jobs)
+        if self._speculation is not None:
+            self._speculation.end(jobs)
         for i in reversed([i for i, job in enumerate(self.jobs) if job in removed]):
             last = len(self.jobs) - 1
             if i != last:

@@ -112,6 +112,7 @@ class DecodeBackend(ABC):
     )  # held while computing; shared by engines with common state
     jobs: Collection[Job]  # the batch; empty after `close`
     max_concurrent: int  # most jobs in the batch
+    speculated: tuple[int, int] = (0, 0)  # tokens that were proposed and accepted
 
     @abstractmethod
     def open(self) -> tuple[WeightReceiver, SleepState]: ...
@@ -234,7 +235,8 @@ class SteppedEngine:
     async def stats(self) -> EngineStats:
         jobs = list(self.backend.jobs)  # a copy: the engine's thread changes the batch
         tokens = sum(job.num_steps for job in jobs)
-        return EngineStats(len(jobs), len(self._queue), self._busy_s, self._generated, tokens)
+        speculated = self.backend.speculated
+        return EngineStats(len(jobs), len(self._queue), self._busy_s, self._generated, tokens, *speculated)
 
     def close(self) -> None:
         with self._changed:

@@ -27,10 +27,11 @@ from typing import Generic, Literal, TypeVar
 from gcore.clients import EngineClient, ScorerClient
 from gcore.generation.routing import Router, limits_of, own_replicas, shared_limit
 from gcore.observe.links import Links
-from gcore.protocols import RoleDied, RoleError, RoleReport
+from gcore.protocols import EngineStats, RoleDied, RoleError, RoleReport
 from gcore.types import Completion, Ints, Request
 
 Reason = Literal["dead", "drained", "paused", "suspect"]
+STATS_TIMEOUT_S = 2.0  # an engine whose counters take longer is left out
 RECALL_S = 1.0  # between two aborts of the same requests
 MAX_CALLS = 2048  # whose response lengths are held between two reports
 
@@ -184,6 +185,7 @@ class EnginePool(ClientPool[EngineClient]):
         self._calls: list[set[_Call]] = [set() for _ in engines]  # by replica; of cancelled callers too
         self._aborts: set[asyncio.Future[None]] = set()
         self._aborted_requests = self._aborted_tokens = 0  # of cancelled callers, since the last report
+        self._speculated: dict[int, tuple[float, float]] = {}  # of each engine, at the last report
         self._num_calls = 0
         self._ended: deque[tuple[int, ...]] = deque(maxlen=MAX_CALLS)  # since the last report: response lengths
 
@@ -292,6 +294,20 @@ class EnginePool(ClientPool[EngineClient]):
         self._aborted_tokens = self._aborted_requests = 0
         return aborted
 
+    async def take_speculated(self, timeout_s: float = STATS_TIMEOUT_S) -> tuple[float, float]:
+        """Tokens that the engines proposed and accepted since the last call, of those that answer in time."""
+        alive = self.alive()
+        answers = await asyncio.gather(*(_stats(engine, timeout_s) for engine in alive.values()))
+        new = [0.0, 0.0]
+        for i, stats in zip(alive, answers, strict=True):
+            if stats is not None:
+                now = stats.proposed_tokens, stats.accepted_tokens
+                before = self._speculated.get(i, (0.0, 0.0))
+                before = before if now >= before else (0.0, 0.0)  # it was started again
+                new = [total + a - b for total, a, b in zip(new, now, before, strict=True)]
+                self._speculated[i] = now
+        return new[0], new[1]
+
     def _count_aborted(self, answer: asyncio.Future[list[Completion]]) -> None:
         if not answer.cancelled() and answer.exception() is None:
             self._aborted_requests += len(answer.result())
@@ -363,6 +379,14 @@ def _with_finish(request: Request, piece: Completion) -> Completion:
     """If an abort arrives together with the last step, the response is complete: correct its `finish`."""
     finish = piece.content.end(request.params) if piece.finish == "abort" else None
     return piece if finish is None else replace(piece, finish=finish)
+
+
+async def _stats(engine: EngineClient, timeout_s: float) -> EngineStats | None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await engine.stats()
+    except (RoleDied, RoleError, TimeoutError):
+        return None
 
 
 async def _responds(replica: EngineClient | ScorerClient, timeout_s: float) -> bool | None:

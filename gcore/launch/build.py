@@ -216,7 +216,8 @@ def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Ren
         assert rendezvous.address is not None
         common = device if engine_device.type == device.type else pick_device("cpu")
         sender = BroadcastSender(common, rendezvous.address.rpartition(":")[0])
-    return WeightPublisher(rendezvous.rank, method, pick_dtype(config.generation.dtype, engine_device), sender)
+    dtype, fp8 = pick_dtype(config.generation.dtype, engine_device), config.generation.precision == "fp8"
+    return WeightPublisher(rendezvous.rank, method, dtype, sender, fp8)
 
 
 # ---- every process --------------------------------------------------------------------------------------------------

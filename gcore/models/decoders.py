@@ -28,14 +28,20 @@ class LayerKind:
 
     mask: str = ""  # which earlier tokens its attention sees: full, sliding, chunked; empty: it has no attention
     state: bool = False  # has a state that goes along the sequence (models/recurrent.py)
+    chooses: bool = False  # an indexer chooses the tokens that attention sees
     kernel: bool = True  # scores and a window are all of its attention, as the kernel of training/varlen.py computes it
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether tokens of a decoding step can be dropped again: all they leave are keys and values."""
+        return not (self.state or self.chooses)
 
 
 KINDS = {  # by their names in `layer_types` of transformers
     "full_attention": LayerKind("full"),
     "sliding_attention": LayerKind("sliding"),
     "chunked_attention": LayerKind("chunked", kernel=False),
-    "indexed_attention": LayerKind("full", kernel=False),  # an indexer chooses among the visible tokens
+    "indexed_attention": LayerKind("full", chooses=True, kernel=False),  # an indexer chooses among the visible tokens
     # a window, and before it, tokens of the sequence that are compressed to one entry each:
     "compressed_sparse_attention": LayerKind("sliding", state=True, kernel=False),
     "heavily_compressed_attention": LayerKind("sliding", state=True, kernel=False),

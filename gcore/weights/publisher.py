@@ -26,6 +26,7 @@ from gcore.models.networks import LORA_A, LORA_B
 from gcore.protocols import Receivers, WeightPlan, Weights
 from gcore.weights.broadcast import BroadcastSender
 from gcore.weights.bucket import CudaHandle, Parameter, bucket_names, pack_bucket, to_host_memory
+from gcore.weights.fp8 import in_fp8
 
 TransferMethod = Literal["in_process", "cuda_ipc", "broadcast", "host_memory"]
 
@@ -45,7 +46,8 @@ def choose_method(placement: Placement, one_process: bool, on_gpu: bool, same_gp
 
 
 class WeightPublisher:
-    """`dtype`: precision of the engines' weights. `sender`: of rank 0, if the method is broadcast."""
+    """`dtype`: precision of the engines' weights. `sender`: of rank 0, if the method is broadcast. `fp8`: the matrices
+    of layers are sent in FP8 (fp8.py)."""
 
     def __init__(
         self,
@@ -53,8 +55,10 @@ class WeightPublisher:
         method: TransferMethod = "host_memory",
         dtype: torch.dtype = torch.float32,
         sender: BroadcastSender | None = None,
+        fp8: bool = False,
     ) -> None:
         self._rank, self._method, self._dtype, self._sender = rank, method, dtype, sender
+        self._fp8 = fp8
         self._exported: dict[int, Tensor] = {}  # cuda_ipc: blocks that engines may still read, by bucket
 
     def plan(self, parameters: Mapping[str, Parameter]) -> WeightPlan:
@@ -77,7 +81,10 @@ class WeightPublisher:
             if isinstance(whole, DTensor) or not isinstance(whole, Tensor):
                 whole = whole.full_tensor()
             if method == "cuda_ipc" or self._rank == 0:
-                tensors[name] = whole.detach().to(dtype)
+                if self._fp8 and not receivers.are_critics:
+                    tensors |= in_fp8(name, whole.detach(), dtype)
+                else:
+                    tensors[name] = whole.detach().to(dtype)
         if method == "in_process" or not tensors:
             return tensors
         if sender is not None:

@@ -22,6 +22,7 @@ from gcore.models.networks import LORA_A, LORA_B, Adapters, auto_class
 from gcore.protocols import Weights
 from gcore.types import UserError
 from gcore.weights.bucket import unpack_bucket
+from gcore.weights.fp8 import all_restored
 from gcore.weights.pretrained import WeightFiles, conversions, file_names
 
 CHUNK_BYTES = 2**29  # limit of merged matrices held at a time
@@ -100,7 +101,7 @@ class WeightReceiver:
             due = f"bucket {update.next} of {update.count} of version {update.version}" if update else "bucket 0"
             raise ValueError(f"got bucket {index} of {count} of the weights of version {version}, expected {due}")
         last = index + 1 == count
-        tensors = self._checked(version, unpack_bucket(weights), update.shapes.keys() if last else None)
+        tensors = self._checked(version, all_restored(unpack_bucket(weights)), update.shapes.keys() if last else None)
         self._update = update
         yield self._loads({**update.pending, **tensors}, last)
         update.next += 1

@@ -31,6 +31,7 @@ from gcore.generation import decoding
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import Step, SteppedEngine
 from gcore.generation.noise import noise_key
+from gcore.generation.speculation import Speculation
 from gcore.models.networks import load_model
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import EngineStats
@@ -67,6 +68,17 @@ def embedded(network: Any, max_concurrent: int = 32) -> SteppedEngine:
 def embedded_by_library(network: Any, max_concurrent: int = 32) -> SteppedEngine:
     """As for models outside the families that decoder.py knows."""
     return SteppedEngine(EmbeddedBackend(network, max_concurrent, MAX_LENGTH, fused=False))
+
+
+def speculating(network: Any, max_concurrent: int = 32) -> SteppedEngine:
+    """Proposes tokens whether or not it pays."""
+    backend = EmbeddedBackend(network, max_concurrent, MAX_LENGTH, speculation=Speculation(always=True))
+    return SteppedEngine(backend)
+
+
+def speculating_by_library(network: Any, max_concurrent: int = 32) -> SteppedEngine:
+    speculation = Speculation(always=True)
+    return SteppedEngine(EmbeddedBackend(network, max_concurrent, MAX_LENGTH, fused=False, speculation=speculation))
 
 
 VLLM = importlib.util.find_spec("vllm") is not None
@@ -136,8 +148,13 @@ def emulated(network: Any, max_concurrent: int = 32) -> EmulatedEngine:
     return EmulatedEngine(speed, max_length=MAX_LENGTH, lengths=log_normal(8, 1.0), tokens=range(4, 16))
 
 
-ENGINES: dict[str, Callable[..., Any]] = {"embedded": embedded, "embedded-by-library": embedded_by_library}
+ENGINES: dict[str, Callable[..., Any]] = {
+    "embedded": embedded,
+    "embedded-by-library": embedded_by_library,
+    "speculating": speculating,
+}
 EXACT = list(ENGINES)  # bitwise the same in any company; samples by the noise key
+ENGINES["speculating-by-library"] = speculating_by_library
 if VLLM:
     ENGINES["vllm"] = vllm
 EVERYONE = {**ENGINES, "emulated": emulated}

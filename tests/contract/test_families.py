@@ -29,7 +29,8 @@ from gcore.generation import embedded
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
-from gcore.models.decoders import traits_of
+from gcore.generation.speculation import speculation_of
+from gcore.models.decoders import KINDS, traits_of
 from gcore.models.networks import auto_class, load_model, load_scorer, score_texts
 from gcore.models.recurrent import mixers_of
 from gcore.prompts.processor import media_family
@@ -37,6 +38,7 @@ from gcore.training import varlen
 from gcore.training.context import choose_method
 from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
+from tests.contract.test_speculation import Guess
 
 CPU = torch.device("cpu")
 VOCABULARY, WINDOW, LAYERS = 48, 5, 4
@@ -521,9 +523,14 @@ def trained(
 
 
 def generated(
-    network: Any, prompts: list[np.ndarray], max_tokens: list[int], max_length: int = 128, first_key: int = 0
+    network: Any,
+    prompts: list[np.ndarray],
+    max_tokens: list[int],
+    max_length: int = 128,
+    first_key: int = 0,
+    **options: Any,
 ) -> list[Any]:
-    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=4, max_length=max_length))
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=4, max_length=max_length, **options))
     try:
         requests = [
             Request(Tokens(prompt.astype(np.int32)), SamplingParams(max_tokens=n, temperature=1.0), noise_key(0, i))
@@ -748,6 +755,41 @@ def test_the_cache_forgets_what_no_token_sees(name, folders, monkeypatch):
     for kind, keys in zip(backend._cache.kinds, backend._cache.keys, strict=True):
         if keys is not None:
             assert keys.shape[2] == (backend._cache.length if kind == "full_attention" else 32)
+
+
+def guessed(network: Any, close: float) -> int:
+    """Compares samples with and without proposals, up to the last position of the model. Returns how many blocks were
+    accepted in part."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, VOCABULARY, n) for n in (1, 7, 23, 40, 12, 2)]
+    sizes = [95 - len(prompt) for prompt in prompts]
+    expected = generated(network, prompts, sizes, 96)
+    guess = Guess({noise_key(0, i): c.content.tokens_S.tolist() for i, c in enumerate(expected)}, range(3, VOCABULARY))
+    found = generated(network, prompts, sizes, 96, speculation=guess)
+    for a, b in zip(found, expected, strict=True):
+        assert a.content.tokens_S.tolist() == b.content.tokens_S.tolist()
+        assert np.abs(a.logprobs_S - b.logprobs_S).max() < 2 * close  # of what both approximate
+    return sum(number for (size, accepted), number in guess.kept.items() if 0 < accepted < size)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rejected_tokens_leave_nothing_behind(name, folders):
+    network = ours(folders(name))
+    if all(KINDS[kind].rolls_back for kind in traits_of(network.config).kinds):
+        assert guessed(network, close(name)) > 20
+        return
+    assert speculation_of("auto", network) is None
+    with pytest.raises(UserError, match="cannot drop rejected tokens; expected off or auto"):
+        speculation_of("suffix", network)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
+def test_rejected_tokens_replace_no_key_that_is_still_seen(name, tmp_path):
+    """Of a window that would fill a whole ring of the cache."""
+    config = FAMILIES[name]()
+    setattr(config, "attention_chunk_size" if name == "llama4" else "sliding_window", 32)
+    save(config, tmp_path)
+    assert guessed(ours(tmp_path), close(name)) > 20
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
