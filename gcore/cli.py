@@ -177,7 +177,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="NAME",
         help="placement rule: dynamic, unguarded, colocated, colocated-early, early-swap, static:N (blocks of the "
-        "policy), best-static, proportional, paper or oracle; repeatable; default: dynamic, colocated, best-static",
+        "policy), best-static, proportional, paper or oracle; with staleness=K best-disaggregated, elastic, lent:N "
+        "and disaggregated:N-M-T; repeatable; default: dynamic, colocated and the best-... ones",
     )
     simulate.add_argument("--oracle", action="store_true", help="also the best of many rules, step by step; slow")
     simulate.add_argument("--json", metavar="FILE", help="write the first run to this file, for `gcore report FILE`")
@@ -384,10 +385,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from gcore.simulate.table import USUAL, compare, progress_to, show
+    from gcore.simulate.table import compare, progress_to, show, usual
 
     scenario = _load("simulate", args.scenario, args.overrides)
-    names = [*(args.rule or USUAL), *(["oracle"] if args.oracle else [])]
+    names = [*(args.rule or usual(scenario)), *(["oracle"] if args.oracle else [])]
     runs = compare(scenario, list(dict.fromkeys(names)), progress_to(sys.stderr))
     show(scenario, runs)
     if args.json:
