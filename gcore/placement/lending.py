@@ -112,10 +112,8 @@ class LendingRule(Rule):
             return moves
         if trainer.updating and 2 * len(trainer.home) >= costs.grid.num_blocks:
             return []  # soon most blocks come back
-        moves = MOVING_RULE(split, view, costs)
-        if trainer.due:  # a batch waits for old requests: do not interrupt them
-            moves = [move for move in moves if move.source != POLICY or not view.work.get(move.block)]
-        return moves
+        # Steps wait for the longest requests: the policy's are not interrupted once more.
+        return [m for m in MOVING_RULE(split, view, costs) if m.source != POLICY or not view.work.get(m.block)]
 
     def _lend(self, split: Split, view: ClusterLoad, flow: Flow) -> list[Move]:
         """Home blocks to engines, unless the next batch is complete soon."""

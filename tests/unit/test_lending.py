@@ -105,13 +105,13 @@ def test_a_short_wait_is_no_reason_to_lend():
     assert [m for m in rule(split, view(missing=0.5, waited_s=30.0), COSTS) if m.source == TRAINER]  # it was not short
 
 
-def test_old_requests_are_not_interrupted():
+def test_responses_are_not_interrupted_for_judges():
     rule, split = begun()
-    busy = view(missing=0.5, due=1)
+    busy = view(missing=0.5)
     few = replace(busy, loads={**busy.loads, POLICY: replace(busy.loads[POLICY], waiting=0, needed=5.0)})
     judged = replace(few, loads={**few.loads, JUDGE: Load(waiting=2000, needed=2000.0, lengths=(400.0,) * 4)})
-    assert [m.source for m in rule(split, replace(judged, trainer=view(missing=0.5).trainer), COSTS)] == [POLICY]
     assert not rule(split, judged, COSTS)
+    assert [m.block for m in rule(split, replace(judged, work={0: 32, 1: 0, 2: 10}), COSTS)] == [1]
 
 
 def test_flow_gives_blocks_to_the_slower_role():
