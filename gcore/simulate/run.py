@@ -130,15 +130,21 @@ def async_rule_of(name: str, scenario: Scenario) -> Rule | None:
         return None
     if name in ASYNC_RULES:
         return ASYNC_RULES[name]()
-    grid, blocks = scenario.grid.with_trainer(), [int(n) for n in numbers.split("-") if n.isdigit()]
-    if kind == LENT and len(blocks) == 1 and 0 < blocks[0] <= grid.num_blocks:
-        return LendingRule(home=blocks[0])
-    if kind == SPLIT and len(blocks) == len(grid.roles):
-        return StaticRule(split_by(grid, dict(zip(grid.roles, blocks, strict=True))))
+    grid = scenario.grid.with_trainer()
+    if kind == LENT and numbers.isdigit() and 0 < int(numbers) <= grid.num_blocks:
+        return LendingRule(home=int(numbers))
+    if kind == SPLIT and numbers.count("-") == len(grid.roles) - 1:
+        return StaticRule(disaggregated_split(name, grid))
     raise UserError(
         f"--rule {name}: expected {LENT}:N with at most {grid.num_blocks} blocks, or {SPLIT}: and the blocks of each "
         f"of {', '.join(grid.roles)}, separated by dashes"
     )
+
+
+def disaggregated_split(name: str, grid: DeviceGrid) -> Split:
+    """`grid`: with the trainer."""
+    blocks = [int(part) if part.isdigit() else -1 for part in name.partition(":")[2].split("-")]
+    return split_by(grid, dict(zip(grid.roles, blocks, strict=True)))
 
 
 def split_name(split: Split, grid: DeviceGrid) -> str:

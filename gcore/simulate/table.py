@@ -17,6 +17,7 @@ from gcore.placement.grid import Split, all_splits, best_split, shares
 from gcore.simulate.run import (
     SimulatedRun,
     async_rule_of,
+    disaggregated_split,
     rule_of,
     simulate,
     split_name,
@@ -96,7 +97,10 @@ def best_static(
     every = list(itertools.islice(all_splits(grid), ALL + 1))
     if near is None and len(every) <= ALL:
         return run(min(every, key=seconds))
-    start = shares(grid) if near is None else static_split(near, scenario)
+    if near is None:
+        start = shares(grid)
+    else:
+        start = disaggregated_split(near, grid) if disaggregated else static_split(near, scenario)
     stride = max(1, grid.num_blocks // (4 if near is None else 12))
     return run(best_split(start, grid, stride, seconds))
 
