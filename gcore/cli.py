@@ -153,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
         "--offload", choices=("auto", "none", "optimizer", "all"), default="auto", help="of the trainer; default auto"
     )
     plan.add_argument("--swap-s", type=float, help="seconds to replace one engine by another; default: estimated")
+    plan.add_argument(
+        "--staleness", type=int, default=0, metavar="K", help="also simulate steps with sampling.max_staleness=K"
+    )
     plan.add_argument("--price", type=float, help="dollars per GPU and hour; default: an assumed price")
     plan.add_argument("--mode", action="append", help="colocated, static, dynamic or disaggregated; default: all")
     plan.add_argument(
@@ -378,6 +381,13 @@ def _plan(args: argparse.Namespace) -> int:
         return 0 if any(not result.problems for result in results) else 1
     answer = plan(*inputs)
     show(answer)
+    if args.staleness and answer.best:
+        from gcore.planner.asynchronous import asynchronous
+        from gcore.simulate import table
+
+        scenario, rules = asynchronous(answer, args.model, args.judge, args.staleness)
+        table.show(scenario, table.compare(scenario, rules, table.progress_to(sys.stderr)))
+        print("dynamic lends the trainer's GPUs to engines between updates: in the simulator, not yet in runs")
     if args.json:
         with writing(f"--json {args.json}"):
             Path(args.json).write_text(json.dumps(answer.as_json(), indent=2) + "\n")
