@@ -308,7 +308,7 @@ ASYNC = {
     "drift, 72B judge": ("drift-64", "slots=64", "prompts=256", *judged_by("72B")),
     "drift, 512 slots": ("drift-512",),
     "stationary": ("stationary-64", "slots=32", "prompts=128"),
-    "constant, 16 slots": ("constant",),
+    "constant, 8 slots": ("constant",),
     "heavy tail, 8 slots": ("heavy-tail",),
     "two modes, 8 slots": ("bimodal",),
     "long verdicts": ("long-verdicts",),

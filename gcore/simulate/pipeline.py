@@ -19,7 +19,15 @@ from gcore.placement.grid import POLICY, TRAINER, Move, Split, shares
 from gcore.placement.meters import GroupCounts, call_quantiles, quantiles
 from gcore.placement.placer import POLL_SHARE
 from gcore.placement.rules import LEAST_RATE, ClusterLoad, Rule, TrainerLoad
-from gcore.simulate.cluster import SimulatedController, Simulation, State, expected_view, first_state, measured_costs
+from gcore.simulate.cluster import (
+    SPEED_POLLS,
+    SimulatedController,
+    Simulation,
+    State,
+    expected_view,
+    first_state,
+    measured_costs,
+)
 from gcore.simulate.scenario import WAVES, GroupDraw, Scenario, StepWork
 
 STUCK_S = 1e9  # simulated seconds of a step: the rule gives a role no block
@@ -75,11 +83,10 @@ class Pipeline(Simulation):
         self._step_ended = ended
         self._works: dict[int, StepWork] = {}
         self.relative: dict[int, float] = {}  # group that would be accepted -> its length / mean of its step
-        self.trained: list[tuple[int, int]] = []  # step, group
+        self.trained: list[int] = []  # groups
         self._home_free = self._began = 0.0
         self._decided, self._ended = 0, Counter[str]()
         self._before = _Totals(owned={})
-        self._owned_at: dict[int, float] = {}
 
     def run_all(self) -> list[SimulatedStep]:
         self._begin()
@@ -90,11 +97,9 @@ class Pipeline(Simulation):
 
     @property
     def bias(self) -> float:
-        """Mean relative length of the trained groups, after the pipeline has filled, against that of all groups."""
-        skip = 2 * (self.scenario.staleness + 1)
-        trained = [self.relative[number] for step, number in self.trained if step > skip]
-        if not trained:
-            return 1.0
+        """Mean relative length of the trained groups against that of all that would be accepted. Those that are still
+        in progress at the end are longer than others: a short run has some bias."""
+        trained = [self.relative[number] for number in self.trained]
         return (sum(trained) / len(trained)) / (sum(self.relative.values()) / len(self.relative))
 
     # ---- groups ---------------------------------------------------------------------------------------------------
@@ -200,7 +205,7 @@ class Pipeline(Simulation):
         lengths = [n for _, _, group in self.batch for n in group]
         staleness = Counter(step - 1 - version for version, _, _ in self.batch)
         assert max(staleness) <= scenario.staleness, staleness
-        self.trained += [(step, number) for _, number, _ in self.batch]
+        self.trained += [number for _, number, _ in self.batch]
         updating_s, self.updating_since = now - self.updating_since, None
         self._record(step, now, updating_s, lengths, staleness)
         self.taken, self.batch = False, []
@@ -254,7 +259,7 @@ class Pipeline(Simulation):
     def _poll(self, _: None) -> None:
         assert self.clock.now - self._began < STUCK_S, f"step {self.version + 1} never ends: {self.split}"
         self._polls += 1
-        if self._polls % 4 == 0:
+        if self._polls % SPEED_POLLS == 0:
             self._measure_speeds()
         self._apply(self.rule(self.split, self.view(), self.costs))
         self.clock.at(self.clock.now + self.poll_interval_s, self._poll, None)
