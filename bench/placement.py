@@ -9,6 +9,7 @@
     python bench/placement.py uneven --seeds 3            # devices and requests that differ; unseen-uneven: held out
     python bench/placement.py splits --seeds 3            # both against static splits only: about 20 minutes
     python bench/placement.py guarded --seeds 3           # about four minutes
+    python bench/placement.py staleness --seeds 5         # hours; --only NAME: one scenario; --staleness K: one limit
     python bench/placement.py speed                       # about three minutes: drift-512, 1,000 steps of 256 prompts
 
 `drift`: each placement rule runs at its own best oversampling of 1.0, 1.1, 1.25 and 1.5, chosen in hindsight for every
@@ -18,7 +19,10 @@ per step. `stationary`: nothing drifts; dynamic against the best static split, a
 `robust`: small scenarios that are hard for it, against co-location, early swap, every static split and the oracle.
 `unseen`: the same table for scenarios on which the rule was not tuned. `uneven`: the same for mixtures of lengths, a
 slow device, judges of some prompts, alternating acceptance. `splits`: these scenarios, dynamic and unguarded against
-the static split that is best over all seeds. `guarded`: the larger scenarios with and without the guard.
+the static split that is best over all seeds. `guarded`: the larger scenarios with and without the guard. `staleness`:
+asynchronous rollout, where dynamic lends the trainer's blocks to engines, against co-location and the best split
+without staleness, and against the best split that has blocks of its own for the trainer; both splits of each seed in
+hindsight.
 
 Placement and routing are the code of gcore/placement and gcore/generation/routing.py. Times are those of the simulated
 cluster, except for `speed`.
@@ -298,6 +302,74 @@ def guarded(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+ASYNC = {
+    "drift": ("drift-64", "slots=32", "prompts=128"),
+    "drift, no judge": ("drift-64", "slots=16", "prompts=64", "judges=[]"),
+    "drift, 72B judge": ("drift-64", "slots=64", "prompts=256", *judged_by("72B")),
+    "drift, 512 slots": ("drift-512",),
+    "stationary": ("stationary-64", "slots=32", "prompts=128"),
+    "constant, 8 slots": ("constant",),
+    "heavy tail, 8 slots": ("heavy-tail",),
+    "two modes, 8 slots": ("bimodal",),
+    "long verdicts": ("long-verdicts",),
+    "three judges": ("three-judges",),
+}
+
+
+def staleness(args: argparse.Namespace) -> list[Row]:
+    rows, limits = list[Row](), args.staleness or (1, 2, 4)
+    widths = [21, 4, 10, 13, 14, 28, 11, 9, 9, 8, 8, 10]
+    print(
+        f"seconds of {args.steps} steps, updates included, mean of {args.seeds} seeds; `gain`: of dynamic over the best"
+    )
+    print("of the three before it, mean and worst seed. `oracle`: the fastest of dynamic, elastic, two other homes")
+    print("and the baselines, of each seed. `length`: trained / drawn")
+    heads = ["scenario", "K", "dynamic", "co-located", "best static", "best disaggregated", "gain", "worst", "elastic"]
+    print_row([*heads, "oracle", "length", "moves"], widths)
+    for label, keys in {label: keys for label, keys in ASYNC.items() if args.only in (None, label)}.items():
+        found: dict[int, list[dict[str, Any]]] = {limit: [] for limit in limits}
+        near: dict[int, str] = {}
+        for seed in range(args.seeds):
+            case = scenario(keys[0], *keys[1:], f"steps={args.steps}", f"seed={seed}", *args.overrides)
+            fixed = best_static(case, near.get(0)) if case.judges else simulate(case, "colocated")
+            near[0] = fixed.rule
+            baselines = {"colocated": simulate(case, "colocated").total_s, "static": fixed.total_s}
+            for limit in limits:
+                late = case.model_copy(update={"staleness": limit})
+                apart = best_static(late, near.get(limit), disaggregated=True)
+                near[limit] = apart.rule
+                num = late.grid.num_blocks
+                others = ["elastic", f"lent:{num}", f"lent:{max(1, 3 * num // 8)}"]
+                runs = {name: simulate(late, name) for name in ("dynamic", *others)}
+                seconds = baselines | {name: run.total_s for name, run in runs.items()} | {"apart": apart.total_s}
+                seconds["oracle"] = min(seconds.values())
+                found[limit].append({"seconds": seconds, "split": apart.rule, **_async_facts(runs["dynamic"])})
+        for limit, seeds in found.items():
+            rows.append(_async_row(label, limit, seeds, widths))
+            if args.json:
+                write_json(args.json, rows)  # it takes hours
+    return rows
+
+
+def _async_facts(run: SimulatedRun) -> Row:
+    return {key: run.summary()[key] for key in ("idle", "moves", "wasted", "length_bias")}
+
+
+def _async_row(label: str, limit: int, seeds: list[Row], widths: list[int]) -> Row:
+    mean = {name: statistics.mean(seed["seconds"][name] for seed in seeds) for name in seeds[0]["seconds"]}
+    best = [min(seed["seconds"][name] for name in ("colocated", "static", "apart")) for seed in seeds]
+    gains = [1 - seed["seconds"]["dynamic"] / other for seed, other in zip(seeds, best, strict=True)]
+    facts = {key: statistics.mean(seed[key] for seed in seeds) for key in ("idle", "moves", "wasted", "length_bias")}
+    print_row(
+        [label, str(limit), *(f"{mean[name]:.0f}" for name in ("dynamic", "colocated", "static")),
+         f"{mean['apart']:.0f} ({seeds[0]['split'].partition(':')[2]})", f"{statistics.mean(gains):+.1%}",
+         f"{min(gains):+.1%}", f"{mean['elastic']:.0f}", f"{mean['oracle']:.0f}", f"{facts['length_bias']:.3f}",
+         f"{facts['moves']:.0f}"],
+        widths,
+    )  # fmt: skip
+    return {"scenario": label, "staleness": limit, "seconds": mean, "gains": gains, "seeds": seeds, **facts}
+
+
 def _all_rules(case: Scenario) -> dict[str, SimulatedRun]:
     names = (*MOVING, "colocated", "early-swap", "oracle", *_statics(case))
     return {name: simulate(case, name) for name in names}
@@ -335,6 +407,7 @@ TABLES: dict[str, tuple[Callable[[argparse.Namespace], list[Row]], int]] = {
     "unseen-uneven": (robust, 0),
     "splits": (splits, 0),
     "guarded": (guarded, 16),
+    "staleness": (staleness, 24),
     "speed": (speed, 1000),
 }
 
@@ -350,7 +423,10 @@ def main() -> None:
         "--steps", type=int, help="default: drift 24, stationary and guarded 16, variable 40, speed 1000"
     )
     parser.add_argument("--seeds", type=int, help="default: variable, robust and unseen 5, others 3")
-    parser.add_argument("--only", help="for robust and unseen: one scenario; default: all")
+    parser.add_argument("--only", help="for robust, unseen and staleness: one scenario; default: all")
+    parser.add_argument(
+        "--staleness", type=int, action="append", metavar="K", help="for staleness; default: 1, 2 and 4"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file too")
     args = parser.parse_intermixed_args()
     table, steps = TABLES[args.table]

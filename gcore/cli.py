@@ -153,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
         "--offload", choices=("auto", "none", "optimizer", "all"), default="auto", help="of the trainer; default auto"
     )
     plan.add_argument("--swap-s", type=float, help="seconds to replace one engine by another; default: estimated")
+    plan.add_argument(
+        "--staleness", type=int, default=0, metavar="K", help="also simulate steps with sampling.max_staleness=K"
+    )
     plan.add_argument("--price", type=float, help="dollars per GPU and hour; default: an assumed price")
     plan.add_argument("--mode", action="append", help="colocated, static, dynamic or disaggregated; default: all")
     plan.add_argument(
@@ -177,7 +180,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="NAME",
         help="placement rule: dynamic, unguarded, colocated, colocated-early, early-swap, static:N (blocks of the "
-        "policy), best-static, proportional, paper or oracle; repeatable; default: dynamic, colocated, best-static",
+        "policy), best-static, proportional, paper or oracle; with staleness=K best-disaggregated, elastic, lent:N "
+        "and disaggregated:N-M-T; repeatable; default: dynamic, colocated and the best-... ones",
     )
     simulate.add_argument("--oracle", action="store_true", help="also the best of many rules, step by step; slow")
     simulate.add_argument("--json", metavar="FILE", help="write the first run to this file, for `gcore report FILE`")
@@ -377,6 +381,13 @@ def _plan(args: argparse.Namespace) -> int:
         return 0 if any(not result.problems for result in results) else 1
     answer = plan(*inputs)
     show(answer)
+    if args.staleness and answer.best:
+        from gcore.planner.asynchronous import asynchronous
+        from gcore.simulate import table
+
+        scenario, rules = asynchronous(answer, args.model, args.judge, args.staleness)
+        table.show(scenario, table.compare(scenario, rules, table.progress_to(sys.stderr)))
+        print("dynamic lends the trainer's GPUs to engines between updates: in the simulator, not yet in runs")
     if args.json:
         with writing(f"--json {args.json}"):
             Path(args.json).write_text(json.dumps(answer.as_json(), indent=2) + "\n")
@@ -384,10 +395,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from gcore.simulate.table import USUAL, compare, progress_to, show
+    from gcore.simulate.table import compare, progress_to, show, usual
 
     scenario = _load("simulate", args.scenario, args.overrides)
-    names = [*(args.rule or USUAL), *(["oracle"] if args.oracle else [])]
+    names = [*(args.rule or usual(scenario)), *(["oracle"] if args.oracle else [])]
     runs = compare(scenario, list(dict.fromkeys(names)), progress_to(sys.stderr))
     show(scenario, runs)
     if args.json:

@@ -54,6 +54,16 @@ class Device:
         self.busy_s = self.generated = 0.0  # generated: tokens of all requests
         self.prefilled = 0
 
+    def retime(self, speed: ReplicaSpeed) -> None:
+        """Another speed from now on."""
+        self._base, self._per, self._cap = speed.base_s, speed.per_sequence_s, speed.max_concurrent
+        self._prefill = speed.prefill_s_per_token
+        self.step_s = self._base + self._per * self.running
+
+    def pause(self, seconds: float) -> None:
+        """Decoding stops for a while: a weight update between two tokens."""
+        self.prefill_until = max(self.at, self.prefill_until) + seconds
+
     def next_s(self) -> float:
         """When the next request ends, if no other event comes first."""
         ending = self.ending

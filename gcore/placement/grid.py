@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from gcore.types import UserError
 
 POLICY = "policy"
+TRAINER = "trainer"  # owns blocks only under asynchronous rollout; otherwise all of them between rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,10 @@ class DeviceGrid:
     @property
     def roles(self) -> list[str]:
         return list(self.widths)
+
+    def with_trainer(self) -> DeviceGrid:
+        """The trainer as a role, one rank per slot."""
+        return DeviceGrid(self.slots, {**self.widths, TRAINER: 1})
 
     def per_block(self, role: str) -> int:
         return self.slots_per_block // self.widths[role]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gcore.cost.replica_speed import ReplicaSpeed
-from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, split_by
+from gcore.placement.grid import POLICY, TRAINER, DeviceGrid, Move, Split, split_by
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 LEAST_RATE = 0.05  # lower bound of the acceptance rate when the missing groups are estimated
@@ -91,6 +91,38 @@ class ClusterLoad:
     rate: float = 1.0  # share of groups that are kept
     samples: int = 1  # before a rollout: responses per group
     calls: Sequence[Sequence[float]] = ()  # before a rollout: lengths of siblings that ended recently, by the longest
+    trainer: TrainerLoad | None = None  # under asynchronous rollout
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLoad:
+    """The trainer under asynchronous rollout, where it owns blocks beside the engines. Its `home`: the blocks that hold
+    its state. It needs all of them for an update; between two updates they may be lent to engines.
+
+    TrainerLoad(home=frozenset({6, 7}), updating=False, ready=False, missing=12.0, due=0, running=2048.0)
+    """
+
+    home: frozenset[int]
+    updating: bool  # an update, or its weights are on the way to the engines
+    ready: bool  # a batch is complete and waits for the trainer
+    missing: float  # groups until the next batch is complete
+    due: int  # groups in progress that the next batch waits for: later they are too old
+    running: float  # most responses that may be in progress, at this limit of staleness
+    waited_s: float = 0.0  # since the last update
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCosts:
+    """Seconds of the trainer. TrainerCosts(work_s=480.0, fixed_s=0.4, least=2, move_s=3.1, offload_s=0.5)"""
+
+    work_s: float  # of an update, on one block; n blocks take 1/n of it
+    fixed_s: float  # of an update, on any number of blocks; with the weights to the engines
+    least: int  # blocks that its state needs
+    move_s: float  # the state on other blocks: re-shard it among peers, make new communicators
+    offload_s: float  # on one block: its state to host memory, or back; n blocks take 1/n of it
+
+    def update_s(self, blocks: int) -> float:
+        return self.fixed_s + self.work_s / blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +132,23 @@ class RoleSpeeds:
     grid: DeviceGrid
     speeds: Mapping[str, ReplicaSpeed]
     relative: Mapping[int, float] = field(default_factory=dict)  # speed of blocks that differ from the others
+    trainer: TrainerCosts | None = None  # under asynchronous rollout, where blocks may belong to the trainer
 
     def power(self, blocks: Iterable[int]) -> float:
         """The speed of these blocks together, in usual blocks."""
         return sum(self.relative.get(block, 1.0) for block in blocks)
 
-    def switch_s(self, move: Move) -> float:
-        """Seconds of a move: sleep, wake, and for the policy the weight update."""
-        speed = self.speeds[move.target]
-        return self.speeds[move.source].sleep_s + speed.wake_s + (speed.weights_s if move.target == POLICY else 0.0)
+    def switch_s(self, move: Move, home: int = 1) -> float:
+        """Seconds of a move: sleep, wake, and for the policy the weight update. For a block of the trainer, of whose
+        blocks there are `home`: off-load or load its state."""
+        wakes, sleeps, seconds = self.speeds.get(move.target), self.speeds.get(move.source), 0.0
+        if self.trainer is not None and TRAINER in (move.source, move.target):
+            seconds += self.trainer.offload_s / max(1, home)
+        if sleeps is not None:
+            seconds += sleeps.sleep_s
+        if wakes is not None:
+            seconds += wakes.wake_s + (wakes.weights_s if move.target == POLICY else 0.0)
+        return seconds
 
 
 def with_needed(

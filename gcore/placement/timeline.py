@@ -42,6 +42,18 @@ class PlacementTimeline:
         move = self._close_move(block, now, failure)
         self._set_owner(block, move.target if failure is None else move.source, now)
 
+    def owned_until(self, now: float) -> dict[str, float]:
+        """Slot-seconds per role that `owned_s` does not contain yet, because the role still owns the block."""
+        owned: dict[str, float] = {}
+        for role, start, _ in self._owners.values():
+            owned[role] = owned.get(role, 0.0) + (now - start) * self._grid.slots_per_block
+        return owned
+
+    def step_began(self, step: int, now: float) -> float:
+        """Under asynchronous rollout one timeline has all steps. Intervals have the step in which they end."""
+        self._step = step
+        return now
+
     def close(self, now: float) -> None:
         """End of the rollout."""
         for block in range(self._grid.num_blocks):

@@ -127,6 +127,10 @@ class SimulatedController:
         self.running.add(number)
         return number
 
+    def put_back(self, number: int) -> None:
+        """It starts again, before others."""
+        self._aborted.append(number)
+
     def cursor(self) -> PromptCursor:
         """For the next step: prompts in progress are aborted."""
         return PromptCursor(self._next, (*self._aborted, *sorted(self.running)))
@@ -162,7 +166,7 @@ class Simulation:
         self.longest_response = scenario.responses.longest
         self.kept = self.dropped = self.running = self.judging = 0  # groups
         self._wanted = 0  # groups in progress per controller after the last fill
-        self.split = split.check(self.grid)
+        self.split = split.check(self.grid.with_trainer() if self.costs.trainer else self.grid)
         self.moving: set[int] = set()
         self.result = SimulatedRollout(state, PlacementTimeline(self.grid, split, self._busy_of, work.step, 0.0), split)
         self._busy_before: dict[str, float] = dict.fromkeys(self.fleets, 0.0)
@@ -171,16 +175,19 @@ class Simulation:
         self._stats_before: dict[tuple[str, int], EngineStats] = {}
 
     def run(self) -> SimulatedRollout:
-        for block in range(self.grid.num_blocks):
-            self._open(block)
-        for fleet in self.fleets.values():
-            fleet.open(replica for block in fleet.blocks for replica in fleet.by_block[block])
-        self._fill()
-        self.clock.at(self.poll_interval_s, self._poll, None)
+        self._begin()
         self.clock.run()
         result = self._finish()
         self._break_cycles()
         return result
+
+    def _begin(self) -> None:
+        for role, fleet in self.fleets.items():
+            for block in self.split.blocks(role):
+                self._open(block)
+            fleet.open(replica for block in fleet.blocks for replica in fleet.by_block[block])
+        self._fill()
+        self.clock.at(self.poll_interval_s, self._poll, None)
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
@@ -192,14 +199,21 @@ class Simulation:
         """
         scenario = self.scenario
         rate = max(self._rate_now(), 1 / scenario.max_oversampling)
-        share = (scenario.prompts * scenario.oversampling - self.kept) / len(self.controllers)
-        wanted = math.ceil(share / rate - 1e-9)
+        wanted = math.ceil(self._missing() / len(self.controllers) / rate - 1e-9)
         checked = self.controllers if fewer is None or wanted > self._wanted else [fewer]
         self._wanted = wanted
         short = [c for c in checked if len(c.running) < wanted]
         drawn = [controller.draw() for controller in short for _ in range(wanted - len(controller.running))]
         for number in sorted(drawn):
             self._start(number, self.work[number])
+
+    def _missing(self) -> float:
+        """Groups that should be in progress if all are accepted."""
+        return self.scenario.prompts * self.scenario.oversampling - self.kept
+
+    def _to_keep(self) -> float:
+        """Groups that the rule looks ahead."""
+        return self.scenario.prompts - self.kept
 
     def _rate_now(self) -> float:
         return acceptance_rate(self.state.rate, self.kept, self.dropped, self.scenario.prompts)
@@ -246,12 +260,19 @@ class Simulation:
         controller.running.discard(group.number)
         if group.draw.good:
             self.kept += 1
-            self.clock.stopped = self.kept >= self.scenario.prompts
-            self.result.lengths.extend(tokens)
+            self._keep(group.number, tokens)
         else:
             self.dropped += 1
             self.result.wasted_tokens += sum(tokens)
+            self._drop(group.number)
         self._fill(controller)
+
+    def _keep(self, number: int, tokens: list[int]) -> None:
+        self.clock.stopped = self.kept >= self.scenario.prompts
+        self.result.lengths.extend(tokens)
+
+    def _drop(self, number: int) -> None:
+        """A group was not accepted."""
 
     # ---- placement ------------------------------------------------------------------------------------------------
 
@@ -281,7 +302,7 @@ class Simulation:
 
     def view(self) -> ClusterLoad:
         """The view that the controllers would have now."""
-        groups = (self.scenario.prompts - self.kept) / max(self._rate_now(), LEAST_RATE)  # still to judge
+        groups = self._to_keep() / max(self._rate_now(), LEAST_RATE)  # still to judge
         samples, counts = self.scenario.samples, self.counts()
         work: dict[int, float] = {}
         loads = {role: self._load(fleet, work) for role, fleet in self.fleets.items()}
@@ -303,23 +324,30 @@ class Simulation:
 
     def _move(self, move: Move) -> None:
         """Drain by migration, sleep, wake. No role owns the block until the end of the move."""
-        now, source = self.clock.now, self.fleets[move.source]
-        source.close(source.by_block[move.block])
-        source.blocks.remove(move.block)
+        now, source = self.clock.now, self.fleets.get(move.source)
+        if source is not None:  # None: the trainer
+            source.close(source.by_block[move.block])
+            source.blocks.remove(move.block)
+            self._busy_before[move.source] -= self._busy_of(move.source, move.block) * source.per_block
         self.result.timeline.move_started(move, now)
-        self._busy_before[move.source] -= self._busy_of(move.source, move.block) * source.per_block
         self.moving.add(move.block)
         self._last_move = now
         self.split = self.split.after([move])
-        for replica in source.by_block[move.block]:
-            source.evict(replica, self.scenario.prompt_length)
-        self.clock.at(now + self.costs.switch_s(move), self._arrive, move)
+        if source is not None:
+            for replica in source.by_block[move.block]:
+                source.evict(replica, self.scenario.prompt_length)
+        self.clock.at(now + self._switch_s(move), self._arrive, move)
+
+    def _switch_s(self, move: Move) -> float:
+        return self.costs.switch_s(move)
 
     def _arrive(self, move: Move) -> None:
         self.moving.discard(move.block)
-        self._open(move.block)
         self.result.timeline.move_ended(move.block, self.clock.now)
-        fleet = self.fleets[move.target]
+        fleet = self.fleets.get(move.target)
+        if fleet is None:  # the trainer
+            return
+        self._open(move.block)
         fleet.open(fleet.by_block[move.block])
         # later: blocks that arrive at the same time share the work
         self.clock.at(self.clock.now, Fleet.dispatch, fleet)

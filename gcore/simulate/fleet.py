@@ -102,23 +102,41 @@ class Fleet:
         relative: Callable[[int], float],
     ) -> None:
         """`load`: expected before the rollout. `relative`: the relative speed of a replica, by number."""
-        self.name, self.load, self.clock = name, load, clock
+        self.name, self.clock, self._relative = name, clock, relative
         self.per_block = grid.per_block(name)
         count = grid.num_blocks * self.per_block
         self.devices = [Replica(speed.scaled(relative(i)), i) for i in range(count)]
         self.by_block = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]
         num_queues = min(controllers, MAX_QUEUES)
-        if name == POLICY:
-            part = shared_limit(speed.max_concurrent, num_queues)
-        else:
-            part = -(-request_limit(load, speed) // num_queues)
         ranks = [(rank, num_queues) for rank in range(num_queues)]
-        self.queues = [ControllerQueue(Router(count, rank, limit=part, opened=())) for rank in ranks]
+        self.queues = [ControllerQueue(Router(count, rank, opened=())) for rank in ranks]
+        self.expect(load, speed)
         self.blocks: list[int] = []  # that the role owns, sorted
         self.ended_lengths: list[int] = []  # of requests
         self.ended_calls: list[tuple[int, ...]] = []  # lengths of siblings
         self.queued = 0  # requests that no replica has yet
         self.ended = ended
+
+    def expect(self, load: Load, speed: ReplicaSpeed) -> None:
+        """`load`: expected in the next step, which decides how many requests a replica gets."""
+        self.load = load
+        if self.name == POLICY:
+            part = shared_limit(speed.max_concurrent, len(self.queues))
+        else:
+            part = -(-request_limit(load, speed) // len(self.queues))
+        for queue in self.queues:
+            queue.router.limit(part)
+
+    def retime(self, speed: ReplicaSpeed) -> None:
+        """Longer contexts: all replicas have another speed from now on."""
+        for replica in self.devices:
+            self.sync(replica)
+            replica.retime(speed.scaled(self._relative(replica.index)))
+            self._schedule(replica)
+
+    def pause(self, replica: Replica, seconds: float) -> None:
+        self.sync(replica)
+        replica.pause(seconds)
 
     def open(self, replicas: Iterable[Replica]) -> None:
         """These replicas get requests from the next call on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,8 +27,10 @@ from gcore.placement.baselines import (
 )
 from gcore.placement.grid import DeviceGrid, Split, all_splits, shares, split_by
 from gcore.placement.guard import DynamicRule
+from gcore.placement.lending import ElasticRule, LendingRule
 from gcore.placement.rules import MovingRule, Rule
 from gcore.simulate.cluster import SimulatedRollout, Simulation, expected_view, first_state, measured_costs
+from gcore.simulate.pipeline import Pipeline
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
 
@@ -40,7 +43,11 @@ RULES: Mapping[str, Callable[[], Rule]] = {
     "proportional": ProportionalRule,
     "paper": UtilisationRule,
 }
+# with asynchronous rollout (Scenario.staleness); all others are simulated without staleness, for comparison
+ASYNC_RULES: Mapping[str, Callable[[], Rule]] = {"dynamic": LendingRule, "elastic": ElasticRule}
+LENT, SPLIT = "lent", "disaggregated"  # with the number of blocks, or the blocks of each role and the trainer
 NAMES = (*RULES, "static:N", "oracle")
+ASYNC_NAMES = (*ASYNC_RULES, f"{LENT}:N", f"{SPLIT}:N-M-T")
 ORACLE_SPLITS = 16  # static splits that the oracle tries, in addition to the dynamic rule
 
 
@@ -53,10 +60,15 @@ class SimulatedRun:
     steps: list[dict[str, Any]] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
     moves: list[dict[str, Any]] = field(default_factory=list)
+    bias: float | None = None  # with asynchronous rollout: mean length of the trained groups / of all groups
 
     @property
     def rollout_s(self) -> float:
         return float(sum(step["rollout_s"] for step in self.steps))
+
+    @property
+    def total_s(self) -> float:
+        return self.rollout_s + float(sum(step["update_s"] for step in self.steps))
 
     @property
     def idle(self) -> float:
@@ -64,7 +76,9 @@ class SimulatedRun:
         return float(sum(step["idle"] * step["rollout_s"] for step in self.steps) / self.rollout_s)
 
     def summary(self) -> dict[str, float]:
-        total = self.rollout_s + sum(step["update_s"] for step in self.steps)
+        total, versions = self.total_s, Counter[str]()
+        for step in self.steps:
+            versions.update(step.get("staleness", {}))
         trained = sum(step["tokens"] for step in self.steps)
         wasted = sum(step["wasted_tokens"] for step in self.steps)
         return {
@@ -75,6 +89,8 @@ class SimulatedRun:
             "moves": sum(step["moves"] for step in self.steps),
             "tokens_per_s": trained / total,
             "wasted": wasted / max(1, wasted + trained),
+            **({"length_bias": self.bias} if self.bias is not None else {}),
+            **{f"staleness_{behind}": groups for behind, groups in sorted(versions.items())},
         }
 
     def as_json(self, compare: Mapping[str, SimulatedRun] | None = None) -> dict[str, Any]:
@@ -103,7 +119,37 @@ def rule_of(name: str, scenario: Scenario) -> Rule:
         return RULES[name]()
     if name.startswith("static:"):
         return StaticRule(static_split(name, scenario))
-    raise UserError(f"--rule {name}: not a placement rule; expected one of {', '.join(NAMES)}")
+    expected = [*NAMES, *(ASYNC_NAMES if scenario.staleness else ())]
+    raise UserError(f"--rule {name}: not a placement rule; expected one of {', '.join(dict.fromkeys(expected))}")
+
+
+def async_rule_of(name: str, scenario: Scenario) -> Rule | None:
+    """A rule for asynchronous rollout; None: a rule without."""
+    kind, _, numbers = name.partition(":")
+    if not scenario.staleness or (kind not in (LENT, SPLIT) and name not in ASYNC_RULES):
+        return None
+    if name in ASYNC_RULES:
+        return ASYNC_RULES[name]()
+    grid = scenario.grid.with_trainer()
+    if kind == LENT and numbers.isdigit() and 0 < int(numbers) <= grid.num_blocks:
+        return LendingRule(home=int(numbers))
+    if kind == SPLIT and numbers.count("-") == len(grid.roles) - 1:
+        return StaticRule(disaggregated_split(name, grid))
+    raise UserError(
+        f"--rule {name}: expected {LENT}:N with at most {grid.num_blocks} blocks, or {SPLIT}: and the blocks of each "
+        f"of {', '.join(grid.roles)}, separated by dashes"
+    )
+
+
+def disaggregated_split(name: str, grid: DeviceGrid) -> Split:
+    """`grid`: with the trainer."""
+    blocks = [int(part) if part.isdigit() else -1 for part in name.partition(":")[2].split("-")]
+    return split_by(grid, dict(zip(grid.roles, blocks, strict=True)))
+
+
+def split_name(split: Split, grid: DeviceGrid) -> str:
+    """disaggregated:4-10-2: the blocks of the policy, of each judge, of the trainer."""
+    return f"{SPLIT}:{'-'.join(str(split.owners.count(role)) for role in grid.roles)}"
 
 
 def static_name(split: Split, grid: DeviceGrid) -> str:
@@ -137,6 +183,10 @@ def simulate(
 ) -> SimulatedRun:
     """All steps under one rule; under several, each step continues from the fastest. `keep_timeline`: steps whose slots
     are recorded in full."""
+    if (rule := async_rule_of(name, scenario)) is not None:
+        with _rare_garbage_collection():
+            return _simulate_pipeline(scenario, name, rule, set(keep_timeline), report)
+    scenario = scenario.model_copy(update={"staleness": 0})
     rules = _oracle(scenario) if name == "oracle" else [rule_of(name, scenario)]
     run, at, in_full = SimulatedRun(scenario, name), 0.0, set(keep_timeline)
     state, split, took_s = first_state(scenario), shares(scenario.grid), None
@@ -151,6 +201,41 @@ def simulate(
             at += rollout.seconds + update_s
             state, split, took_s = rollout.state, rollout.split, rollout.seconds
             report(f"{name}: step {step}/{scenario.steps}")
+    return run
+
+
+def _simulate_pipeline(
+    scenario: Scenario, name: str, rule: Rule, in_full: set[int], report: Callable[[str], None]
+) -> SimulatedRun:
+    """The period from version to version is the time of a step: `rollout_s`. The update is a part of it."""
+    pipeline, slots = (
+        Pipeline(scenario, rule, lambda step: report(f"{name}: step {step}/{scenario.steps}")),
+        scenario.slots,
+    )
+    run = SimulatedRun(scenario, name)
+    for row in pipeline.run_all():
+        owned = {role: seconds for role, seconds in row.owned.items() if seconds > 0}
+        run.steps.append(
+            {
+                "step": row.step,
+                "at_s": row.began,
+                "rollout_s": row.seconds,
+                "update_s": 0.0,
+                "training_s": row.updating_s,
+                "idle": 1 - sum(row.busy.values()) / (row.seconds * slots),
+                "switching": 1 - sum(owned.values()) / (row.seconds * slots),
+                "busy": {role: row.busy[role] / seconds for role, seconds in owned.items()},
+                "split": {role: seconds / row.seconds for role, seconds in owned.items()},
+                "moves": row.moves,
+                "tokens": sum(row.lengths),
+                "wasted_tokens": row.wasted_tokens,
+                "length": sum(row.lengths) / max(1, len(row.lengths)),
+                "staleness": {str(behind): groups for behind, groups in row.staleness.items()},
+            }
+        )
+    timeline, run.bias = pipeline.result.timeline, pipeline.bias
+    run.moves = [move for move in timeline.moves if move["step"] in in_full]
+    run.timeline = [interval for interval in timeline.intervals if interval["step"] in in_full]
     return run
 
 

@@ -23,19 +23,24 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from gcore.config.base import Auto, Fraction, NonNegative, PositiveInt, Section, Seed
+from gcore.config.base import Auto, Count, Fraction, NonNegative, PositiveInt, Section, Seed
 from gcore.config.load import load_tree
 from gcore.config.sampling import MAX_OVERSAMPLING
 from gcore.cost import denoisers
-from gcore.cost.costs import Gpu, gpu_of, logprob_s, serving, shape_of, training_s
+from gcore.cost.costs import GB, MEMORY_FRACTION, Gpu, Shape, gpu_of, logprob_s, serving, shape_of, training_s
 from gcore.cost.denoisers import DenoiserShape, DenoisingWork, denoiser_of
 from gcore.cost.replica_speed import ReplicaSpeed
+from gcore.cost.training_memory import TrainingRank, training_memory
 from gcore.placement.grid import POLICY, DeviceGrid
-from gcore.placement.rules import RoleSpeeds
+from gcore.placement.rules import RoleSpeeds, TrainerCosts
 
 Positive = Annotated[float, Field(gt=0)]
 Slot = Annotated[int, Field(ge=0)]
 NORMAL = NormalDist()
+MICRO_TOKENS = 16384  # per micro-batch of the trainer
+STATE_BYTES = 12  # per parameter: weights and both moments in float32
+REGROUP_S = 2.0  # assumption: new communicators of the data-parallel group
+WAVES = 2  # parts of the policy's replicas that load new weights one after the other, while the rest generates
 _Floats = npt.NDArray[np.float64]
 
 
@@ -173,6 +178,8 @@ class Scenario(Section):
     """Share of groups that dynamic sampling keeps."""
     max_oversampling: Positive = MAX_OVERSAMPLING
     """As sampling.max_oversampling."""
+    staleness: Count = 0
+    """As sampling.max_staleness: above 0, engines go on while the trainer works on blocks of its own."""
     oversampling: Annotated[float, Field(ge=1)] = 1.0
     """Groups in progress / missing groups, in addition to the groups that the acceptance rate requires."""
     device_speed: dict[Slot, Positive] = Field(default_factory=dict)
@@ -214,7 +221,21 @@ class Scenario(Section):
         for judge in self.judges:
             verdict = judge.verdict.at(progress, 0.0, step) * judge.verdict.mean_factor
             speeds[judge.name] = self._speed(judge, self.prompt_length + response + verdict / 2)
-        return RoleSpeeds(self.grid, speeds)
+        if not self.staleness:
+            return RoleSpeeds(self.grid, speeds)
+        return RoleSpeeds(self.grid, speeds, trainer=self._trainer_costs(response, speeds[POLICY].weights_s))
+
+    def _trainer_costs(self, response: float, weights_s: float) -> TrainerCosts:
+        """From two numbers of blocks. The update seconds of the responses that are expected in a step."""
+        grid, lengths = self.grid, [max(1, round(response))] * (self.prompts * self.samples)
+        least, most = self._least_trainer_blocks(), grid.num_blocks
+        few, all_ = (self.training_s(lengths, blocks * grid.slots_per_block) for blocks in (least, most))
+        work_s = (few - all_) / (1 / least - 1 / most) if most > least else few * least
+        work_s = min(work_s, few * least)
+        fixed_s = few - work_s / least + WAVES * weights_s
+        gpu, per_block = gpu_of(self.gpu), STATE_BYTES * self._trained_parameters() / grid.slots_per_block
+        move_s = REGROUP_S + gpu.collective_s(per_block / least, self.slots)
+        return TrainerCosts(work_s, fixed_s, least, move_s, gpu.host_s(per_block))
 
     def replica_speed(self, role: str, replica: int) -> float:
         """Relative speed of a replica: that of its slowest slot."""
@@ -250,16 +271,32 @@ class Scenario(Section):
         """Seconds of the update phase: logprobs, training, and the weight update of the policy's engines."""
         if self.update_s is not None:
             return self.update_s
+        speed = self.costs(step).speeds[POLICY]
+        return self.training_s(lengths, self.slots) + speed.sleep_s + speed.wake_s + speed.weights_s
+
+    def training_s(self, lengths: Sequence[int], slots: int) -> float:
+        """Seconds of logprobs and training on this number of slots."""
+        if self.update_s is not None:
+            return self.update_s * self.slots / slots
         if self.denoiser is not None:
             denoiser, gpu, work = self._denoising(self.denoiser)
-            passes = sum(denoisers.training_times(denoiser, gpu, self.slots, work).values())
-        else:
-            shape, gpu = shape_of(self.policy.model), gpu_of(self.gpu)
-            tokens = sum(lengths) + len(lengths) * self.prompt_length
-            context = self.prompt_length + sum(n * n for n in lengths) / max(1, 2 * sum(lengths))
-            passes = sum(seconds(shape, gpu, self.slots, tokens, context) for seconds in (logprob_s, training_s))
-        speed = self.costs(step).speeds[POLICY]
-        return passes + speed.sleep_s + speed.wake_s + speed.weights_s
+            return sum(denoisers.training_times(denoiser, gpu, slots, work).values())
+        shape, gpu = shape_of(self.policy.model), gpu_of(self.gpu)
+        tokens = sum(lengths) + len(lengths) * self.prompt_length
+        context = self.prompt_length + sum(n * n for n in lengths) / max(1, 2 * sum(lengths))
+        return sum(seconds(shape, gpu, slots, tokens, context) for seconds in (logprob_s, training_s))
+
+    def _trained_parameters(self) -> float:
+        return float(0 if self.denoiser is not None else shape_of(self.policy.model).parameters)
+
+    def _least_trainer_blocks(self) -> int:
+        """The fewest that hold the trainer: its state, gradients, activations; a denoiser fits on any."""
+        if self.denoiser is not None or self.update_s is not None:
+            return 1
+        grid = self.grid
+        return min(
+            grid.num_blocks, -(-_least_ranks(shape_of(self.policy.model), gpu_of(self.gpu)) // grid.slots_per_block)
+        )
 
     def progress(self, step: int) -> float:
         return (step - 1) / max(1, self.steps - 1)
@@ -270,6 +307,17 @@ class Scenario(Section):
         shape, gpu = shape_of(server.model), gpu_of(self.gpu)
         speed = serving(shape, gpu, server.tensor_parallel, context, is_policy=server is self.policy)
         return speed.with_swap(self.swap_s)
+
+
+@lru_cache
+def _least_ranks(shape: Shape, gpu: Gpu) -> int:
+    """The fewest GPUs on which a trainer fits."""
+    room, ranks = gpu.memory_gb * MEMORY_FRACTION * GB, 1
+    while True:
+        rank = TrainingRank(shape, shard=ranks, max_tokens=MICRO_TOKENS, checkpointing=True)
+        if max(sum(parts.values()) for parts in training_memory(rank).gpu.values()) <= room or ranks > 4096:
+            return ranks
+        ranks += 1
 
 
 def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:

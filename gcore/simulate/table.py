@@ -14,10 +14,20 @@ from typing import TextIO
 from gcore.observe.tables import console, table
 from gcore.observe.values import duration
 from gcore.placement.grid import Split, all_splits, best_split, shares
-from gcore.simulate.run import SimulatedRun, rule_of, simulate, static_name, static_split
+from gcore.simulate.run import (
+    SimulatedRun,
+    async_rule_of,
+    disaggregated_split,
+    rule_of,
+    simulate,
+    split_name,
+    static_name,
+    static_split,
+)
 from gcore.simulate.scenario import Scenario
 
 BEST_STATIC = "best-static"  # the fastest of all static splits, chosen in hindsight
+BEST_SPLIT = "best-disaggregated"  # the same with blocks for the trainer, under asynchronous rollout
 USUAL = ("dynamic", "colocated", BEST_STATIC)
 ALL = 128  # up to this number of splits, all are tried
 TIMELINES = 8  # steps whose timeline is kept, per slot
@@ -30,12 +40,13 @@ Report = Callable[[str], None]
 def compare(scenario: Scenario, names: Sequence[str], report: Report = lambda _: None) -> dict[str, SimulatedRun]:
     """A run under each rule. Timelines are kept for TIMELINES steps, spread over the run."""
     for name in names:
-        if name not in (BEST_STATIC, "oracle"):
-            rule_of(name, scenario)  # reject a wrong name before the first simulation
+        if name not in (BEST_STATIC, "oracle", *([BEST_SPLIT] if scenario.staleness else [])):
+            # reject a wrong name before the first simulation
+            async_rule_of(name, scenario) or rule_of(name, scenario)
     shown = spread(scenario.steps, TIMELINES)
     runs = {
-        name: best_static(scenario, report=report)
-        if name == BEST_STATIC
+        name: best_static(scenario, report=report, disaggregated=name == BEST_SPLIT)
+        if name in (BEST_STATIC, BEST_SPLIT)
         else simulate(scenario, name, keep_timeline=shown, report=report)
         for name in names
     }
@@ -64,25 +75,32 @@ def spread(steps: int, count: int) -> list[int]:
     return sorted({1 + round(i * (steps - 1) / max(1, count - 1)) for i in range(count)})
 
 
-def best_static(scenario: Scenario, near: str | None = None, report: Report = lambda _: None) -> SimulatedRun:
+def best_static(
+    scenario: Scenario, near: str | None = None, report: Report = lambda _: None, disaggregated: bool = False
+) -> SimulatedRun:
     """The static split with the shortest rollouts, in hindsight. Up to ALL splits are all tried. With more, a local
     search with shrinking strides.
 
     `near`: name of the best split of a similar scenario; the search then starts there with a small stride.
+    `disaggregated`: with blocks for the trainer, under asynchronous rollout.
     """
-    grid = scenario.grid
+    grid = scenario.grid.with_trainer() if disaggregated else scenario.grid
 
     @functools.cache
     def run(split: Split) -> SimulatedRun:
-        return simulate(scenario, static_name(split, grid), report=report)
+        name = split_name(split, grid) if disaggregated else static_name(split, grid)
+        return simulate(scenario, name, report=report)
 
     def seconds(split: Split) -> float:
-        return run(split).rollout_s
+        return run(split).total_s  # without staleness, the update phase takes the same time after every split
 
     every = list(itertools.islice(all_splits(grid), ALL + 1))
     if near is None and len(every) <= ALL:
         return run(min(every, key=seconds))
-    start = shares(grid) if near is None else static_split(near, scenario)
+    if near is None:
+        start = shares(grid)
+    else:
+        start = disaggregated_split(near, grid) if disaggregated else static_split(near, scenario)
     stride = max(1, grid.num_blocks // (4 if near is None else 12))
     return run(best_split(start, grid, stride, seconds))
 
@@ -99,9 +117,16 @@ def show(scenario: Scenario, runs: Mapping[str, SimulatedRun]) -> None:
     console().print(rules)
 
 
+def usual(scenario: Scenario) -> tuple[str, ...]:
+    return (*USUAL, BEST_SPLIT) if scenario.staleness else USUAL
+
+
 def row(name: str, run: SimulatedRun, base: SimulatedRun | None) -> list[str]:
     numbers = run.summary()
-    against = "" if base is None or run is base else f"{run.rollout_s / base.rollout_s - 1:+.1%}"
+    ours, theirs = (0.0, 0.0) if base is None else (base.rollout_s, run.rollout_s)
+    if run.scenario.staleness or (base is not None and base.scenario.staleness):  # the update is a part of `rollout`
+        ours, theirs = base.total_s if base is not None else 0.0, run.total_s
+    against = "" if base is None or run is base else f"{theirs / ours - 1:+.1%}"
     return [
         name if name == run.rule else f"{name} ({run.rule})",
         duration(numbers["rollout_s"]),

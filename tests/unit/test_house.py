@@ -59,7 +59,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         "protocols",
     ),
     "simulate": ("config", "cost", "emulate.device", "generation.routing", "observe", "placement", "protocols"),
-    "planner": ("cost", "observe", "placement"),
+    "planner": ("cost", "observe", "placement", "simulate"),
     "modalities": (
         *("checkpoint", "config", "content", "cost", "diffusion", "generation", "hub", "models", "prompts"),
         *("protocols", "training", "weights"),

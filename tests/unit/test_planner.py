@@ -17,6 +17,7 @@ from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY
 from gcore.placement.guard import COLOCATED, STATIC
 from gcore.placement.rules import ClusterLoad, Load
+from gcore.planner.asynchronous import asynchronous
 from gcore.planner.inputs import Constraints, Workload, drawn_lengths, modes_of
 from gcore.planner.plan import MIN_SEQUENCES, plan
 from gcore.planner.steps import MODES, Case, Rollouts, estimate, training_layouts
@@ -468,3 +469,26 @@ def test_a_critic_trains_beside_the_policy_or_after_it():
     assert layouts[5, 3]["training"] == pytest.approx(alone.update(3)["training"])
     found = estimate("disaggregated", one)
     assert found is not None and "critic" not in found.split
+
+
+# ---- asynchronous rollout ----
+
+
+def test_asynchronous_rollout_of_a_plan():
+    work = Workload(prompts=32, samples=4, response_length=500, acceptance=0.5)
+    result = plan(SHAPES["7B"], [SHAPES["14B"]], 16, H100, work, Constraints(policy_tp=1, judge_tp=2))
+    scenario, rules = asynchronous(result, "7B", ["14B"], 2)
+    assert scenario.staleness == 2 and scenario.grid.widths == {POLICY: 1, "judge": 2}
+    assert rules[:2] == ["dynamic", "colocated"] and rules[2].startswith("disaggregated:")
+    assert sum(int(n) for n in rules[2].partition(":")[2].split("-")) == scenario.grid.num_blocks
+    with pytest.raises(UserError, match="--staleness -1: expected an integer, at least 1"):
+        asynchronous(result, "7B", ["14B"], -1)
+
+
+def test_plan_simulates_asynchronous_rollout(capsys):
+    keys = "--judge 3B --gpus 4 --prompts 8 --samples 2 --response-length 100 --staleness 1"
+    assert main(["plan", "--model", "1.5B", *keys.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if "staleness 1: 4 x h100" in line)
+    rules = [line.split()[0] for line in lines[start:] if "%" in line]
+    assert rules[:2] == ["dynamic", "colocated"]
