@@ -7,8 +7,11 @@ the policy trains on exactly the tokens that it sampled.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +27,10 @@ from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.types import Bools, Message, Pixels, Prompt, Rollout, SamplingParams, UserError
 
-TAIL = 8  # tokens before a turn, to see how the chat template opens it
-MARK = "\u00a7"  # position marker in the rendered template; any text without special tokens would do
-PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": MARK})
+MARK = "zqMARKqz"  # position marker in rendered messages; any text that no message has would do
+ASKED = {"role": "user", "content": "?"}
+PLAIN: dict[str, Any] = {"role": "assistant", "content": MARK}
+TAIL = 12  # tokens before a turn, to see whether the chat template opens a thought
 
 
 class PromptTooLong(UserError):
@@ -45,10 +49,6 @@ class _DataUrl:
             raise BadMedia(f"a data URL of an {kind} whose data are not base64") from None
 
 
-class RewritesHistory(UserError):
-    """The chat template writes earlier turns differently when messages follow: it strips thoughts, for example."""
-
-
 class TextModality:
     """Implements content.base.Modality for language models."""
 
@@ -64,7 +64,8 @@ class TextModality:
         self._tokenizer, self._max_tokens, self._processor = tokenizer, generation.max_response_length, processor
         self._max_prompt_tokens = max_prompt_length
         self._decoder = Detokenizer(tokenizer)
-        self._probe: tuple[str, str] | None = None  # a chat template, and PROBE rendered with it
+        self._rendered: dict[tuple[Any, bool], str] = {}  # of `_plain`
+        self._stops: dict[str, int | None] = {}  # of `_first_stop`
         self._params = SamplingParams(
             generation.max_response_length,
             generation.temperature,
@@ -144,31 +145,55 @@ class TextModality:
         return tokens_of(prompt.content).extended(steps), mask_S
 
     def between_turns(self, content: Content, feedback: str | Sequence[Message]) -> Tokens:
-        """A string is used as it is. Messages are rendered with the chat template, after the end of the last turn. They
-        may have images of tools: parts {"type": "image", "image": pixels}, as arrays or references to arrays."""
-        text = feedback if isinstance(feedback, str) else self._end_of_turn() + self._rendered_turns(feedback)
+        """A string is used as it is. Messages are rendered with the chat template, after the end of the last turn: what
+        the template does to earlier turns, such as leaving out thoughts, changes no token of the sample.
+
+        The first message may be the assistant's that the others answer: only its tool calls are used. Messages may have
+        images of tools: parts {"type": "image", "image": pixels}, as arrays or references to arrays."""
+        generated = tokens_of(content).tokens_S
         images = [] if isinstance(feedback, str) else self._images(feedback)
+        text, said = feedback if isinstance(feedback, str) else "", 0  # tokens that the policy has sampled itself
+        if not isinstance(feedback, str):
+            text, said = self._after_turn(feedback, ended=generated[-1] in self._params.stop_tokens)
         seen = self._with_images(text, images)
         tokens, media = (self._encode(text), ()) if seen is None else (seen.tokens_P, seen.media)
-        generated = tokens_of(content).tokens_S
-        if not isinstance(feedback, str) and len(tokens) and tokens[0] == generated[-1]:
-            tokens, media = tokens[1:], tuple(medium.moved(-1) for medium in media)  # the policy said it itself
-        return Tokens.steps(tokens, media=media)
+        if not isinstance(feedback, str) and len(tokens) > said and tokens[said] == generated[-1]:
+            said += 1  # it ends its turn with the first token of the next one
+        return Tokens.steps(tokens[said:], media=tuple(medium.moved(-said) for medium in media))
 
-    def opens(self, content: Content, num_steps: int, mark: str) -> bool:
-        """Whether the chat template has written `mark` right before the last `num_steps` steps."""
-        if mark not in (self._tokenizer.chat_template or ""):
-            return False
+    @property
+    def chat_template(self) -> str | Mapping[str, str] | None:
+        template: str | Mapping[str, str] | None = getattr(self._tokenizer, "chat_template", None)
+        return template
+
+    def turn_text(self, content: Content, own: int, clean: str, special: Sequence[str], thought: str) -> str:
+        """The text of the last `own` steps, a turn of the policy, with these special tokens except the one that ended
+        it; `clean`: without them. It begins with `thought`, the mark of a thought, if the template has put it there."""
         whole = tokens_of(content)
-        end = whole.num_steps - num_steps
+        said = whole.tokens_S[whole.num_steps - own :]
+        ended = said[:-1] if own and said[-1] in self._params.stop_tokens else said
+        text = self._decoder.with_special(ended, special)
+        end = whole.num_steps - own
         tail = whole.tokens_S[max(0, end - TAIL) : end] if end else whole.tokens_P[-TAIL:]
-        return str(self._tokenizer.decode(tail.tolist())).rstrip().endswith(mark)
+        opened = any(thought in template for template in self._templates) and self._tokenizer.decode(
+            tail.tolist(), skip_special_tokens=False
+        ).rstrip().endswith(thought)
+        return (thought if opened else "") + (clean if text is None else text)
+
+    @property
+    def _templates(self) -> Collection[str]:
+        template = self.chat_template or ""
+        return (template,) if isinstance(template, str) else template.values()
 
     def rewrites(self, history: Sequence[Message], feedback: Sequence[Message]) -> bool:
         """Whether the chat template writes the history, with the turns of the policy as it said them, differently when
-        the feedback follows."""
-        after = self._render((*history, *feedback), add_generation_prompt=True)
-        return not after.startswith(self._render(history))
+        the feedback follows. If it writes such messages at all: what the policy says need not be what it expects."""
+        try:
+            before = self._render(list(map(_with_thought, history)))
+            after = self._render([*map(_with_thought, history), *feedback], add_generation_prompt=True)
+        except UserError:
+            return False
+        return not after.startswith(before)
 
     def beginning(self, rollout: Rollout, num_steps: int, sibling: int) -> Rollout:
         """Its first steps, as another sibling. Nothing is copied."""
@@ -229,25 +254,55 @@ class TextModality:
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
-    def _end_of_turn(self) -> str:
-        """The text that the chat template puts after the content of an assistant's message."""
-        rendered = self._probed()
-        return rendered[rendered.rindex(MARK) + 1 :]
+    def _after_turn(self, feedback: Sequence[Message], ended: bool) -> tuple[str, int]:
+        """What the template puts after a turn of the assistant, from the last argument of its calls or the end of its
+        content on, and the number of tokens of it that the policy has sampled itself: the rest of the calls, and the
+        end of the turn if it has `ended` it, perhaps by another token than the template's."""
+        given = feedback[0] if feedback and feedback[0].get("role") == "assistant" else None
+        results = list(feedback if given is None else feedback[1:])
+        calls = _calls_answered((given or {}).get("tool_calls") or (), results)
+        turns = [{"role": "assistant", "content": "", "tool_calls": some} for some in (calls, calls[-1:]) if some]
+        error = UserError(
+            "ctx.proceed: the chat template leaves out what the assistant says (key: model.chat_template)"
+        )
+        # the template may know no calls, or one per turn, or want tools, or be several templates, one for tools
+        given_tools: tuple[list[Any] | None, ...] = (
+            ([],) if calls and isinstance(self.chat_template, Mapping) else (None, [])
+        )
+        for tools, turn in itertools.product(given_tools, (*turns, PLAIN)):
+            try:
+                alone = self._plain(tools) if turn is PLAIN else self._render([ASKED, turn], tools=tools)
+                whole = self._render([ASKED, turn, *results], add_generation_prompt=True, tools=tools)
+            except UserError as rejected:
+                error = rejected
+                continue
+            if MARK in alone and MARK in whole:
+                break
+        else:
+            raise error
+        end, text = _after_mark(alone), _after_mark(whole)
+        stop = self._first_stop(end)
+        if stop is not None and ended:
+            return text, stop + 1
+        if turn is PLAIN:
+            return text, 0
+        if stop is not None:
+            return text, stop
+        return text.removeprefix(end.removesuffix(_after_mark(self._plain(tools)))), 0
 
-    def _probed(self) -> str:
-        template = self._tokenizer.chat_template
-        if self._probe is None or self._probe[0] != template:
-            self._probe = template, self._render(PROBE)
-        return self._probe[1]
+    def _first_stop(self, end: str) -> int | None:
+        """Where the tokens of the end of a turn have a stop token."""
+        if end not in self._stops:
+            (found,) = np.nonzero(np.isin(self._encode(end), self._params.stop_tokens))
+            self._stops[end] = int(found[0]) if len(found) else None
+        return self._stops[end]
 
-    def _rendered_turns(self, messages: Sequence[Message]) -> str:
-        before, after = self._probed(), self._render((*PROBE, *messages), add_generation_prompt=True)
-        if not after.startswith(before):
-            raise RewritesHistory(
-                "ctx.proceed: the chat template changes earlier turns when messages are added, so their tokens would "
-                "change; pass a string instead of messages (or change model.chat_template)"
-            )
-        return after[len(before) :]
+    def _plain(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """An answer without calls, rendered once."""
+        key = tuple(self._templates), tools is None
+        if key not in self._rendered:
+            self._rendered[key] = self._render([ASKED, PLAIN], tools=tools)
+        return self._rendered[key]
 
     def _render(
         self,
@@ -260,18 +315,19 @@ class TextModality:
                 "ctx.proceed: the tokenizer has no chat template for messages; pass a string (or set "
                 "model.chat_template)"
             )
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **({"tools": list(tools)} if tools else {}),
-            )
-        except Exception as error:  # templates raise errors of their own about roles and their order
-            raise UserError(
-                f"the chat template cannot write these messages: {error} (keys: workflow, model.chat_template)"
-            ) from error
-        return text
+        given = {"add_generation_prompt": add_generation_prompt, **({} if tools is None else {"tools": list(tools)})}
+        causes = list[Exception]()
+        for as_text in (False, True):
+            form = _with_arguments(messages, as_text)
+            try:
+                text: str = self._tokenizer.apply_chat_template(form, tokenize=False, **given)
+            except Exception as error:  # templates raise errors of their own about roles, their order and arguments
+                causes.append(error)
+            else:
+                return text
+        raise UserError(
+            f"the chat template cannot write these messages: {causes[0]} (keys: workflow, model.chat_template)"
+        ) from causes[0]
 
 
 class ConversationModality(TextModality):
@@ -282,6 +338,57 @@ class ConversationModality(TextModality):
 
     async def outputs(self, contents: Sequence[Content]) -> list[str]:
         return await self._decoder.texts([tokens_of(content).tokens_T for content in contents])
+
+
+def last_turn(mask_S: Bools) -> int:
+    """The number of steps of the policy's last turn."""
+    others = np.flatnonzero(~mask_S[::-1])
+    return int(others[0]) if len(others) else len(mask_S)
+
+
+def _after_mark(text: str) -> str:
+    return text.partition(MARK)[2]
+
+
+def _calls_answered(given: Sequence[Mapping[str, Any]], feedback: list[Message]) -> list[dict[str, Any]]:
+    """Calls for the results of tools at the beginning of the feedback, as templates want them: with the names of those
+    `given`, and with ids, which results without one get too. The last one has the mark."""
+    calls: list[dict[str, Any]] = []
+    for i, message in enumerate(feedback):
+        if message.get("role") != "tool":
+            break
+        call = given[i] if i < len(given) else {}
+        name = (call.get("function") or {}).get("name") or message.get("name") or "tool"
+        number = message.get("tool_call_id") or call.get("id") or f"call{i:05}"
+        feedback[i] = {**message, "tool_call_id": number}
+        calls.append({"id": number, "type": "function", "function": {"name": name, "arguments": {}}})
+    if calls:
+        calls[-1]["function"]["arguments"] = {"x": MARK}
+    return calls
+
+
+def _with_arguments(messages: Sequence[Mapping[str, Any]], as_text: bool) -> list[dict[str, Any]]:
+    """Arguments of tool calls as objects or as JSON: most templates want objects, some text."""
+
+    def written(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call.get("function") or {}
+        arguments = function.get("arguments")
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    return [
+        {**m, **({"tool_calls": list(map(written, m["tool_calls"]))} if m.get("tool_calls") else {})} for m in messages
+    ]
+
+
+def _with_thought(message: Message) -> Message:
+    """By both names that templates have for it."""
+    thought = message.get("reasoning_content")
+    return {**message, "thinking": thought} if thought else message
 
 
 def _images(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Pixels]]:

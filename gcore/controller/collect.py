@@ -289,6 +289,7 @@ class Collector:
             self._set_target_running(sampling.prompts_per_step * sampling.max_staleness)
         collected = prompts.end_step()
         collected.stage_s = self._runner.shared.clock.take()
+        collected.tool_calls = self._runner.shared.take_calls()
         collected.failed_globally = sum(reason in FAILURES for reason in dropped.values())
         collected.decided_globally = num_passed + len(dropped)
         return collected

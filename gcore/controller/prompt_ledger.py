@@ -134,6 +134,7 @@ class Collected:
     samples_passed: int = 0
     cause: str | None = None  # message of the first RewardError or WorkflowError that was reported in this step
     stage_s: dict[str, float] = field(default_factory=dict)  # seconds with at least one prompt in each stage
+    tool_calls: Counter[str] = field(default_factory=Counter)  # that workflows have read, by result
     failed_globally: int = 0  # failed groups, over all controllers
     decided_globally: int = 0  # groups kept, dropped or failed, over all controllers
     measured: dict[str, float] = field(default_factory=dict)  # metrics, the same on all controllers

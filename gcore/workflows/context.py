@@ -24,7 +24,7 @@ import numpy as np
 
 from gcore.config.tree import Config
 from gcore.content.base import Content, Modality
-from gcore.content.text import TextModality, text_modality
+from gcore.content.text import TextModality, last_turn, text_modality
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.prompts.answers import ANSWERS, LABEL
@@ -32,6 +32,7 @@ from gcore.protocols import Context, Rewarder
 from gcore.types import Completion, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 from gcore.workflows.endpoint import Endpoint
 from gcore.workflows.session import Session
+from gcore.workflows.tool_formats import AssistantTurn, Schemas, ToolCall, ToolFormat, format_of
 
 PIECE = 16  # tokens of a turn that is streamed: a request of the engine for each piece
 Tell = Callable[[Content, Completion], Awaitable[None]]  # the content before a turn, and what is generated of it so far
@@ -121,10 +122,22 @@ class SharedContext:
         self.least_siblings = 1 if self.evaluates else least_siblings(config)
         self.clock = StageClock()
         self.endpoint = endpoint or Endpoint(config.endpoint)  # of workflows that call `serve`
+        template = modality.chat_template if isinstance(modality, TextModality) else None
+        self.tool_format = format_of(template, config.model.tool_format)
+        self._tool_calls: Counter[str] = Counter()
         self.baseline: SharedContext | None = None  # for one more, greedy response to each prompt (ReMax)
         if config.algorithm.estimator.greedy and not self.evaluates:
             self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True, endpoint=self.endpoint)
             self.baseline.clock = self.clock
+
+    def count_calls(self, calls: Sequence[ToolCall]) -> None:
+        errors = sum(bool(call.error) for call in calls)
+        self._tool_calls += Counter(calls=len(calls), unparsed_calls=errors)
+
+    def take_calls(self) -> Counter[str]:
+        """Tool calls of the policy since the last call, and those of them that could not be parsed."""
+        counts, self._tool_calls = self._tool_calls, Counter()
+        return counts
 
 
 class SampleContext:
@@ -230,6 +243,31 @@ class SampleContext:
         """
         return (await self.next_turns(rollout, [rollout.sibling], feedback, params))[0]
 
+    def read(self, rollout: Rollout, tools: Schemas | None = ()) -> AssistantTurn:
+        """What the policy said in the last turn: thought, content and tool calls, as the family of its chat template
+        writes them (model.tool_format). `tools`: their schemas, for the types of arguments; None: parse no calls."""
+        turn = self._said(rollout, tools)
+        self._shared.count_calls(turn.calls)
+        return turn
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        return self._shared.tool_format
+
+    def _said(self, rollout: Rollout, tools: Schemas | None = ()) -> AssistantTurn:
+        text = self._turn_text(rollout.content, last_turn(rollout.mask_S), str(rollout.turn))
+        return self._shared.tool_format.read(text, tools)
+
+    def read_so_far(self, content: Content, own: int, clean: str, tools: Schemas | None) -> AssistantTurn:
+        """Of a turn that goes on, the last `own` steps: only what its end cannot change, and no calls. `clean`: its
+        text."""
+        return self._shared.tool_format.so_far(self._turn_text(content, own, clean.rstrip("\ufffd")), tools)
+
+    def _turn_text(self, content: Content, own: int, clean: str) -> str:
+        row = self._shared.tool_format
+        modality = text_modality(self._shared.modality, "ctx.read")
+        return modality.turn_text(content, own, clean, row.special, row.thought[0])
+
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
         """`n` continuations of the same rollout, as new siblings with their own noise."""
         place = (rollout.sibling, rollout.num_steps)  # determines the sibling numbers, so branches may run in parallel
@@ -269,7 +307,9 @@ class SampleContext:
         tokens of the context that count as steps, because it is longer than a prompt. `tell`: of a single sibling,
         called while the turn is generated."""
         shared, modality = self._shared, self._shared.modality
-        added = None if feedback is None else modality.between_turns(rollout.content, feedback)
+        added = None
+        if feedback is not None:
+            added = modality.between_turns(rollout.content, self._with_calls(rollout, feedback))
         num_steps = rollout.num_steps + (added.num_steps if added is not None else 0)
         sampling = modality.next_params(
             params, greedy=shared.greedy, temperature=rollout.temperature, num_steps=num_steps + excess
@@ -277,6 +317,13 @@ class SampleContext:
         if sampling is None:
             return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]
         return await self._continue(rollout, siblings, added, sampling, tell)
+
+    def _with_calls(self, rollout: Rollout, feedback: str | Sequence[Message]) -> str | Sequence[Message]:
+        """Before results of tools, the calls that they answer: some chat templates repeat their names or ids."""
+        if isinstance(feedback, str) or not feedback or feedback[0].get("role") != "tool":
+            return feedback
+        calls = [{"id": call.id, "function": {"name": call.name}} for call in self._said(rollout).calls]
+        return [{"role": "assistant", "tool_calls": calls}, *feedback]
 
     async def _continue(
         self,

@@ -241,12 +241,12 @@ class Endpoint:
                 return web.json_response(route.answer(session.count(ask), body))
             if not ask.stream or route.stream is None:
                 return web.json_response(route.answer(await session.turn(ask), body))
-            deltas = Deltas(route.stream(body), ask)
+            deltas = Deltas(route.stream(body))
 
-            async def so_far(head: Turn, text: str, thinks: bool) -> None:
+            async def so_far(turn: Turn) -> None:
                 if not response.prepared:  # errors before the first piece have a status of their own
                     await response.prepare(request)
-                await response.write(encoded(deltas.so_far(head, text, thinks)))
+                await response.write(encoded(deltas.so_far(turn)))
 
             turn = await session.turn(ask, so_far)
             if not response.prepared:

@@ -11,7 +11,6 @@ conversations of their own. Each sampled token is trained once, in the context t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -21,17 +20,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gcore.content.base import Content
-from gcore.content.text import PromptTooLong, RewritesHistory, TextModality
+from gcore.content.text import PromptTooLong, TextModality, last_turn
 from gcore.generation.noise import noise_key
 from gcore.types import Completion, Message, Prompt, Rollout
 from gcore.workflows.dialects import ROUTES
-from gcore.workflows.dialects.form import OPEN, Ask, BadRequest, Body, Turn, conversation, identity, parts_of
+from gcore.workflows.dialects.form import Ask, BadRequest, Body, Turn, calls_of, conversation, identity
+from gcore.workflows.tool_formats import AssistantTurn
 
 if TYPE_CHECKING:
     from gcore.workflows.context import SampleContext, Tell
 
 TOO_LONG = "context_length_exceeded"
-SoFar = Callable[[Turn, str, bool], Awaitable[None]]  # the turn without its content, its text so far, `thinks`
+SoFar = Callable[[Turn], Awaitable[None]]  # the turn with as much of its content as is certain
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,16 +42,16 @@ class Node:
     said: bytes | str  # the messages up to the end of the turn, see `prefixes`; or the text
     length: int  # of it, in messages or characters
     rollout: Rollout | None  # None: see `onward`
+    message: Message = dataclasses.field(default_factory=dict)  # the turn, for the chat template
     before: Node | None = None  # the turn that this one continues
     onward: Node | None = None  # a turn that continues this one
     taken: set[int] = dataclasses.field(default_factory=set)  # numbers of its continuations, also of those under way
     sibling: int = 0
     num_steps: int = 0
-    turn: str = ""
 
     def __post_init__(self) -> None:
         assert self.rollout is not None
-        self.sibling, self.num_steps, self.turn = self.rollout.sibling, self.rollout.num_steps, str(self.rollout.turn)
+        self.sibling, self.num_steps = self.rollout.sibling, self.rollout.num_steps
         if self.before is not None and self.before.rollout is not None:
             self.before.rollout, self.before.onward = None, self
 
@@ -155,29 +155,33 @@ class Session:
         async def tell(context: Content, made: Completion) -> None:
             if so_far is not None:
                 (text,) = await self._modality.outputs([made.content])
-                now = dataclasses.replace(head, prompt_tokens=context.size, num_tokens=made.content.num_steps)
-                await so_far(now, text, self._thinks(context, 0))
+                own = made.content.num_steps
+                said = AssistantTurn("", text.rstrip("\ufffd"))
+                if ask.text is None:
+                    said = self._context.read_so_far(context.extended(made.content), own, text, ask.tools)
+                shown = dataclasses.replace(head, reasoning=said.reasoning, content=said.content)
+                await so_far(dataclasses.replace(shown, prompt_tokens=context.size, num_tokens=own))
 
         rollout, before = await self._next_turn(said, ask, tell if so_far is not None else None)
-        after = rollout.mask_S[before.num_steps if before is not None else 0 :]
-        masked = (~after).nonzero()[0]
-        own = len(after) - (int(masked[-1]) + 1 if len(masked) else 0)  # steps of the turn
-        thinks = ask.text is None and self._thinks(rollout.content, own)
-        reasoning, content, calls = parts_of(ask, str(rollout.turn), thinks, len(self._nodes))
+        own = last_turn(rollout.mask_S[before.num_steps if before is not None else 0 :])  # steps of the turn
+        spoken = AssistantTurn("", str(rollout.turn))
+        if ask.text is None:
+            spoken = self._context.read(rollout, ask.tools)
         turn = dataclasses.replace(
             head,
-            content=content,
-            reasoning=reasoning,
-            calls=calls,
+            content=spoken.content,
+            reasoning=spoken.reasoning,
+            calls=calls_of(spoken, len(self._nodes)),
             finish=rollout.finish,
             prompt_tokens=rollout.content.size - own,
             num_tokens=own,
             logprobs=self._logprobs(rollout, own) if ask.logprobs else (),
         )
         if isinstance(said, str):
-            self._nodes.append(Node(said + content, len(said) + len(content), rollout, before))
+            whole = said + turn.content
+            self._nodes.append(Node(whole, len(whole), rollout, before=before))
             return turn
-        self._nodes.append(Node(followed(said[-1], turn.message), len(said), rollout, before))
+        self._nodes.append(Node(followed(said[-1], turn.message), len(said), rollout, turn.message, before))
         self._at.setdefault(self._nodes[-1].said, []).append(self._nodes[-1])
         if ask.keep:
             self._keep(turn, ask.messages[len(ask.instructions) :])
@@ -196,10 +200,9 @@ class Session:
         ask = self._whole(ask)
         node = self._continued(prefixes(ask.messages, ask.tools))
         if node is not None and not self._is_rewritten(node, ask.messages):
-            with contextlib.suppress(RewritesHistory):
-                content = self._rollout_of(node).content
-                added = self._modality.between_turns(content, self._seen(ask.messages[node.length :]))
-                return Turn("", ask.model, prompt_tokens=content.size + added.num_steps)
+            content = self._rollout_of(node).content
+            added = self._modality.between_turns(content, self._seen(ask.messages[node.length - 1 :]))
+            return Turn("", ask.model, prompt_tokens=content.size + added.num_steps)
         opened = self._modality.context(self._seen(ask.messages), ask.tools)
         return Turn("", ask.model, prompt_tokens=opened.size)
 
@@ -215,10 +218,6 @@ class Session:
                 earlier.append(message)
             messages = conversation([*reversed(earlier), *messages])
         return dataclasses.replace(ask, messages=[*ask.instructions, *messages])
-
-    def _thinks(self, content: Content, own: int) -> bool:
-        """Whether the chat template has opened a thought before the last `own` tokens."""
-        return self._modality.opens(content, own, OPEN)
 
     def _logprobs(self, rollout: Rollout, own: int) -> list[tuple[str, float]]:
         texts = self._modality.step_texts(rollout.content)[rollout.num_steps - own :]
@@ -260,11 +259,11 @@ class Session:
         """Of the conversation that the request continues, or of a new one. Also the turn that it continues."""
         params = {"max_tokens": self._max_tokens, **ask.params}
         if (node := self._continued(said)) is not None:
-            with contextlib.suppress(RewritesHistory):
-                if ask.text is not None:
-                    return await self._continue(node, ask.text[node.length :], params, tell), node
-                if not self._is_rewritten(node, ask.messages):
-                    return await self._continue(node, self._seen(ask.messages[node.length :]), params, tell), node
+            if ask.text is not None:
+                return await self._continue(node, ask.text[node.length :], params, tell), node
+            if not self._is_rewritten(node, ask.messages):
+                answered = self._seen(ask.messages[node.length - 1 :])  # with the message of the policy
+                return await self._continue(node, answered, params, tell), node
             # Else the messages, as the chat template writes them now, are the context of another conversation.
         # By its messages: the noise of conversations that begin in parallel does not depend on which one is first.
         begun = noise_key(said if isinstance(said, str) else said[-1].hex())
@@ -285,11 +284,15 @@ class Session:
         return rollout, None
 
     def _is_rewritten(self, end: Node, messages: Sequence[Message]) -> bool:
-        """By the chat template, with the turns as the policy said them."""
-        history = list(messages[: end.length])
+        """By the chat template, with the thoughts of the policy: in a field, and in the content, where some templates
+        look for them."""
+        history, added = list(messages[: end.length]), messages[end.length :]
+        with_thoughts = list(history)
         for turn in (end, *_turns_before(end)):
-            history[turn.length - 1] = {"role": "assistant", "content": turn.turn}
-        return self._modality.rewrites(history, messages[end.length :])
+            place = turn.length - 1
+            history[place], with_thoughts[place] = turn.message, self._context.tool_format.with_thought(turn.message)
+        forms = [history, with_thoughts] if with_thoughts != history else [history]
+        return any(self._modality.rewrites(form, added) for form in forms)
 
     async def _continue(
         self,

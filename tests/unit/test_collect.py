@@ -74,7 +74,7 @@ def oldest(group: list[Scored]) -> int:
 
 
 def answer(workflow: Any, prompts: int = 3, least: int = 2) -> Collected:
-    shared: Any = SimpleNamespace(clock=StageClock(), least_siblings=least, baseline=None)
+    shared: Any = SimpleNamespace(clock=StageClock(), take_calls=Counter, least_siblings=least, baseline=None)
     return run(answer_all(workflow, shared, [prompt_at(i) for i in range(prompts)], lambda _: None))
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from gcore.workflows.dialects import ROUTES, chat, responses
 from gcore.workflows.dialects import anthropic as anthropic_dialect
-from gcore.workflows.dialects.form import Ask, Turn, certain, identity, merged, parts_of
+from gcore.workflows.dialects.form import Turn, calls_of, identity, merged
+from gcore.workflows.tool_formats import HERMES, AssistantTurn, ToolCall
 from tests.unit.test_endpoint import World, post, streamed, trained, user
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -298,23 +299,11 @@ def test_the_events_of_each_dialect_are_in_order():
     ]
 
 
-def test_thoughts_and_calls():
-    plain, tools = Ask(), Ask(tools=[{}])
-    assert parts_of(plain, "abc", False, 0)[:2] == ("", "abc")
-    assert parts_of(plain, " <think>\nhm\n</think>\n\nabc ", False, 0)[:2] == ("hm", "abc ")
-    assert parts_of(plain, "hm</think>abc", True, 0)[:2] == ("hm", "abc")  # the template opened it
-    assert parts_of(plain, "hm</think>abc", False, 0)[:2] == ("", "hm</think>abc")
-    assert parts_of(plain, "<think>cut off", False, 0)[:2] == ("cut off", "")
-    assert parts_of(Ask(text="<think>"), "<think>a</think>b", True, 0)[:2] == ("", "<think>a</think>b")
-    reasoning, content, calls = parts_of(tools, f"<think>{CALL}</think>so {CALL}", False, 12)
-    assert (reasoning, content) == (CALL, "so") and [call.id for call in calls] == ["c00120000"]
-    whole = f"<think>1 < 2 </thin so</think>\n\nab [c] {CALL}"
-    for ask in (plain, tools):  # what was certain stays the beginning of the end
-        end = parts_of(ask, whole, False, 0)
-        for length in range(len(whole)):
-            for part, final in zip(certain(ask, whole[:length], False), end[:2], strict=True):
-                assert final.startswith(part), (length, part)
-    assert certain(plain, "abc\ufffd", False) == ("", "abc")
+def test_ids_of_calls():
+    """Those that the policy wrote, if they differ; else nine letters and digits."""
+    calls = [ToolCall("a", id="x"), ToolCall("", error="no"), ToolCall("b", id="x"), ToolCall("c")]
+    found = calls_of(AssistantTurn("", "", tuple(calls)), 12)
+    assert [(call.id, call.name) for call in found] == [("x", "a"), ("c00120001", "b"), ("c00120002", "c")]
 
 
 def test_neighbouring_items_of_the_assistant_are_one_turn():
@@ -333,9 +322,8 @@ def test_neighbouring_items_of_the_assistant_are_one_turn():
 
 def test_every_dialect_gives_back_what_it_read():
     """The identity of a turn is the same after the agent sent it back, in each dialect."""
-    ask = Ask(tools=[{}])
-    reasoning, content, calls = parts_of(ask, SAID, False, 3)
-    turn = Turn("r1", "policy", content, reasoning, calls)
+    said = HERMES.read(SAID)
+    turn = Turn("r1", "policy", said.content, said.reasoning, calls_of(said, 3))
     back = [
         chat.read_chat({"messages": [user("5"), chat.answer_chat(turn, {})["choices"][0]["message"], user("6")]}),
         responses.read({"input": [user("5"), *responses.answer(turn, {})["output"], user("6")]}),

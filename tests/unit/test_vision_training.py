@@ -305,8 +305,8 @@ def test_images_by_http(tmp_path):
             first = await session.turn(chat.read_chat({"messages": [seen(0)], "max_tokens": 4}))
             pieces = []
 
-            async def so_far(head: Any, text: str, thinks: bool) -> None:
-                pieces.append(text)
+            async def so_far(turn: Any) -> None:
+                pieces.append(turn.content)
 
             body = {"messages": [seen(0), first.message, seen(1)], "max_tokens": 20}
             await session.turn(chat.read_chat(body), so_far)

@@ -17,12 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gcore.types import Message, UserError
-from gcore.workflows.tools import parse_tool_calls, without_tool_calls
+from gcore.workflows.tool_formats import AssistantTurn
 
 Body = dict[str, Any]
 Event = tuple[str, Body]  # name and data of a server-sent event; "": without a name
-OPEN, CLOSE = "<think>", "</think>"
-STARTS_OF_CALLS = re.compile(r"[<\[{]")  # of every format of tool calls: what comes after may be one
 
 
 class BadRequest(UserError):
@@ -224,58 +222,29 @@ def _shown(part: Message) -> str:
 # ---- turns ----------------------------------------------------------------------------------------------------------
 
 
-def parts_of(ask: Ask, text: str, thinks: bool, number: int) -> tuple[str, str, list[Call]]:
-    """Reasoning, content and tool calls of a turn. `thinks`: the chat template has opened a thought before the turn.
-    `number`: of the turn, for the ids of calls: 9 letters and digits, as some chat templates demand."""
-    if ask.text is not None:
-        return "", text, []
-    reasoning, content = _thoughts(text, thinks)
-    calls = [call for call in parse_tool_calls(content) if not call.error] if ask.tools else []
-    if calls:
-        content = without_tool_calls(content)
-    return reasoning, content, [Call(f"c{number:04d}{i:04d}", c.name, c.arguments) for i, c in enumerate(calls)]
-
-
-def _thoughts(text: str, thinks: bool) -> tuple[str, str]:
-    if not thinks and not text.lstrip().startswith(OPEN):
-        return "", text
-    thought, _, content = text.lstrip().removeprefix(OPEN).partition(CLOSE)
-    return thought.strip(), content.lstrip("\n")
-
-
-def certain(ask: Ask, text: str, thinks: bool) -> tuple[str, str]:
-    """Reasoning and content of a turn that goes on: only what its end cannot change. What may be the beginning of a
-    tool call, of the end of a thought or of a character waits."""
-    text = text.rstrip("\ufffd")
-    if ask.text is not None:
-        return "", text
-    if not thinks and OPEN.startswith(text.lstrip()[: len(OPEN)]) and len(text.lstrip()) < len(OPEN):
-        return "", ""
-    reasoning, content = _thoughts(text, thinks)
-    if reasoning and CLOSE not in text:
-        last = reasoning.rfind("<")
-        if last >= 0 and CLOSE.startswith(reasoning[last:]):
-            reasoning = reasoning[:last].rstrip()
-    if ask.tools:
-        found = STARTS_OF_CALLS.search(content)
-        content = content[: found.start() if found else len(content)].rstrip()
-        content = content if content.strip() else ""
-    return reasoning, content
+def calls_of(turn: AssistantTurn, number: int) -> list[Call]:
+    """The tool calls of a turn. `number`: of the turn, for the ids of calls without one: 9 letters and digits, as some
+    chat templates demand."""
+    found = dict[str, Call]()
+    for i, call in enumerate(turn.parsed):
+        id = call.id if call.id and call.id not in found else f"c{number:04d}{i:04d}"
+        found[id] = Call(id, call.name, call.arguments)
+    return list(found.values())
 
 
 class Deltas:
     """From the growing text of a turn to the events of a dialect."""
 
-    def __init__(self, stream: Stream, ask: Ask) -> None:
-        self._stream, self._ask = stream, ask
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
         self._sent = {"reasoning": "", "content": ""}
         self.begun = False
 
-    def so_far(self, head: Turn, text: str, thinks: bool) -> Iterator[Event]:
+    def so_far(self, turn: Turn) -> Iterator[Event]:
         if not self.begun:
             self.begun = True
-            yield from self._stream.begin(head)
-        yield from self._more(*certain(self._ask, text, thinks))
+            yield from self._stream.begin(turn)
+        yield from self._more(turn.reasoning, turn.content)
 
     def end(self, turn: Turn) -> Iterator[Event]:
         if not self.begun:
