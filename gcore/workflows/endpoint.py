@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import socket
 import ssl
@@ -235,10 +236,7 @@ class Endpoint:
     async def _answer(self, request: web.Request, session: Session, route: Route) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            body: Body = await request.json()
-            if not isinstance(body, dict):
-                raise BadRequest("expected a JSON object")
-            ask = _read(route, body)
+            body, ask = await _read(request, route)
             if route.counts:
                 return web.json_response(route.answer(session.count(ask), body))
             if not ask.stream or route.stream is None:
@@ -254,12 +252,12 @@ class Endpoint:
             if not response.prepared:
                 await response.prepare(request)
             await response.write(encoded(deltas.end(turn)))
+        except web.HTTPException:  # a body that is too large
+            raise
         except ConnectionError:  # the agent has gone; what was sampled for it is recorded
             return response
         except UserError as error:
             return _error(route, 400, str(error), getattr(error, "code", "invalid_request_error"))
-        except ValueError as error:
-            return _error(route, 400, f"the body is not valid: {error}", "invalid_request_error")
         except Exception as error:  # an engine died, or an error in G-Core: the workflow raises it
             session.failure = session.failure or error
             if response.prepared:
@@ -269,11 +267,15 @@ class Endpoint:
         return response
 
 
-def _read(route: Route, body: Body) -> Ask:
-    """What an agent's library makes wrong is its own error, wherever the dialect notices it."""
+async def _read(request: web.Request, route: Route) -> tuple[Body, Ask]:
+    """What an agent's library makes wrong is its own error, wherever it is noticed."""
     try:
-        return route.read(body)
-    except UserError:
+        body: Body = json.loads(await request.read())
+        if not isinstance(body, dict):
+            raise BadRequest("expected a JSON object")
+        json.dumps(body, ensure_ascii=False).encode()  # half a character is no text
+        return body, route.read(body)
+    except (UserError, web.HTTPException):
         raise
     except Exception as error:
         raise BadRequest(f"the body is not valid: {type(error).__name__}: {error}") from error

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gcore.workflows.dialects import ROUTES, chat, responses
 from gcore.workflows.dialects import anthropic as anthropic_dialect
-from gcore.workflows.dialects import chat, responses
 from gcore.workflows.dialects.form import Turn, calls_of, identity, merged
 from gcore.workflows.tool_formats import HERMES, AssistantTurn, ToolCall
 from tests.unit.test_endpoint import World, post, streamed, trained, user
@@ -235,6 +235,41 @@ def test_refusals_of_each_dialect_are_in_its_form():
 
     made.run(agent)
     assert not made.engines.made
+
+
+GARBAGE: list[Any] = [
+    *(None, 5, "x", [], {}, [[]], [{}], [None], {"role": "user"}, [{"role": 5}], [{"role": "user"}]),
+    *([{"role": "user", "content": one}] for one in (None, 5, {}, [], [5], [{}], [{"type": "text"}])),
+    *([{"role": "user", "content": [{"type": kind}]}] for kind in ("image_url", "input_image", "image", "tool_use")),
+    [{"role": "user", "content": [{"type": "image", "source": 5}]}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": 1}]}, {"role": "user", "content": "5"}],
+    [{"role": "assistant", "tool_calls": [{"function": {}}]}, {"role": "user", "content": "5"}],
+    [{"role": "tool", "content": "5"}],
+    [{"type": "function_call"}, {"type": "function_call_output"}],
+    [{"role": "user", "content": "\ud83d"}],
+]
+FIELDS = ({}, {"tools": 5}, {"tools": [5]}, {"stream": True}, {"max_tokens": "x"}, {"tool_choice": 5}, {"system": {}})
+
+
+def test_garbage_is_the_error_of_the_agent():
+    """Whatever an agent sends, the workflow goes on, and the next request is answered."""
+    made = World("1")
+
+    async def agent(http: Any, session: Any) -> None:
+        headers = {"x-api-key": session.api_key}
+        for path in ROUTES:
+            for body in (b"", b"{", b"[]", b"5", b"\xff", b"[" * 100_000, b" " * (33 * 2**20)):
+                async with http.post(f"{session.base_url}/{path}", data=body, headers=headers) as answer:
+                    assert answer.status in (400, 413), (path, body[:10], await answer.text())
+            for messages in GARBAGE:
+                for fields in FIELDS:
+                    given = {"messages": messages, "input": messages, "prompt": messages, **fields}
+                    async with http.post(f"{session.base_url}/{path}", json=given, headers=headers) as answer:
+                        assert answer.status in (200, 400), (path, given, await answer.text())
+        assert session.failure is None
+        assert (await post(http, session, messages=[user("5")]))[0] == 200
+
+    made.run(agent)
 
 
 def test_the_events_of_each_dialect_are_in_order():
