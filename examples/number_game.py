@@ -1,7 +1,6 @@
 """An environment in the style of the library verifiers, which is not needed: guess a number, told higher or lower.
 
     gcore train examples/number_game.yaml
-    python examples/number_game.py          # the same from Python
 
 The policy writes a digit, the environment answers < (the number is smaller) or > (larger), for up to four turns. What
 the environment says is masked from the loss. The reward is that of the rubric: higher for fewer guesses.
@@ -10,8 +9,6 @@ the environment says is masked from the loss. The reward is that of the rubric: 
 from __future__ import annotations
 
 from typing import Any
-
-from gcore.workflows import environment_rows, environment_workflow
 
 MOST = 4
 
@@ -30,7 +27,7 @@ class Rubric:
 
 
 class NumberGame:
-    """What environment_workflow asks for: a dataset, env_response, is_completed and a rubric."""
+    """What gcore/environments/verifiers.py asks for: a dataset, env_response, is_completed and a rubric."""
 
     max_turns = MOST
 
@@ -45,15 +42,3 @@ class NumberGame:
         guess = messages[-1]["content"]
         smaller = guess.isdigit() and int(state["answer"]) < int(guess)
         return [{"role": "user", "content": "<" if smaller else ">"}]
-
-
-def rows() -> list[dict[str, Any]]:
-    return environment_rows(NumberGame())
-
-
-workflow = environment_workflow(NumberGame(), max_tokens=2)
-
-if __name__ == "__main__":
-    from gcore import train
-
-    print(train("examples/number_game.yaml", data=rows(), workflow=workflow))

@@ -82,7 +82,7 @@ class Child:
             return f"{type(error).__name__}: {error}"
 
     def write(self, value: Any) -> None:
-        if self._writer and not self.killed:
+        if self._writer and not self.killed and not self._writer.is_closing():  # else `serve` ends, or has ended
             self._writer.write(frame(value))
 
     def kill(self) -> None:

@@ -433,6 +433,9 @@ class Context(Protocol):
     async def proceed(self, rollout: Rollout, feedback: str | Sequence[Message] = "", **params: Any) -> Rollout:
         """Append the feedback of a tool or a judge (masked from the loss), then let the policy continue."""
 
+    def read(self, rollout: Rollout, tools: Sequence[Mapping[str, Any]] | None = ()) -> Any:
+        """The last turn as thought, content and tool calls: an AssistantTurn of workflows/tool_formats.py."""
+
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
         """`n` different continuations of the same rollout, each a new sibling."""
 

@@ -3,7 +3,8 @@
     Prompt ──generation──> Rollout ──rewarding──> Scored ──preparation──> Sample ──pack──> TrainBatch
 
 An engine receives a Request and returns a Completion; one or more completions make a Rollout. The rollouts of one
-prompt are a *group*. They are numbered, and are *siblings* of each other.
+prompt are a *group*. They are numbered, and are *siblings* of each other. A rollout whose agent rewrote its history, or
+had several conversations, is a *trajectory* of several *segments*: one sibling with one reward, a Sample per segment.
 
 The suffix of an array name is its axis: `_S` are the *steps* (one token or one denoising step: the unit of decision),
 `_P` the tokens of the prompt, `_T` the whole sequence (`_P` followed by `_S`). What a step consists of (tokens,
@@ -70,9 +71,31 @@ def writing(place: object, then: str = "") -> Iterator[None]:
 class RewardError(RuntimeError):
     """A reward could not be computed. The group is dropped and counted; it never becomes a zero."""
 
+    reason = "reward_error"  # under which it is counted
+
 
 class WorkflowError(RuntimeError):
     """The user's workflow raised for one prompt. The group is dropped and counted."""
+
+    reason = "workflow_error"
+
+
+class SessionLeft(WorkflowError):
+    """An agent has sent no request of its session for a long time. The group is dropped and counted."""
+
+    reason = "session_left"
+
+
+class EnvironmentFailure(WorkflowError):
+    """An episode of an environment failed. `cause`: a name in environments/base.py. Its sample begins again, or is
+    dropped and counted; it never becomes a zero."""
+
+    reason = "environment_error"
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.suspect = False  # its process died, with other episodes in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +218,8 @@ class Rollout:
     finish: Finish
     temperature: float = 1.0  # of the sampling; the trainer computes logprobs at the same temperature
     turn: Any = ""  # the output of the last turn alone
+    segments: tuple[Rollout, ...] = ()  # of the same trajectory: what its agent said in other conversations
+    shared: int = 0  # steps at the beginning that another segment has too, and that are trained there
 
     @property
     def text(self) -> str:
@@ -207,9 +232,19 @@ class Rollout:
         return len(self.mask_S)
 
     @property
+    def trajectory(self) -> tuple[Rollout, ...]:
+        """All segments; this one, which rewards score, is the first."""
+        return (self, *self.segments)
+
+    @property
+    def length(self) -> int:
+        """Steps of the trajectory, each counted once."""
+        return sum(segment.num_steps - segment.shared for segment in self.trajectory)
+
+    @property
     def version(self) -> int:
-        """The oldest policy version among the steps."""
-        return int(self.versions_S.min())
+        """The oldest policy version among the steps of the trajectory."""
+        return min(int(segment.versions_S.min()) for segment in self.trajectory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +256,8 @@ class Scored:
     parts: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # answers of judges, for people to read
     baseline: float | None = None  # reward of a greedy response to the prompt, if the estimator needs it (ReMax)
-    step_rewards_S: Floats | None = None  # of teachers, per step: they are added to the advantages
+    step_rewards_S: Floats | None = None  # of teachers and of turns, per step: they are added to the advantages
+    segment_rewards: Sequence[float] = ()  # of each segment of rollout.trajectory; empty: all have `reward`
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +275,8 @@ class Sample:
     temperature: float = 1.0
     reward: float | None = None  # by the rewards of the recipe; None for demonstrations
     step_rewards_S: Floats | None = None  # of teachers
+    trajectory: int | None = None  # sibling number of the first segment of its trajectory; None: it has no others
+    trajectory_actions: int = 0  # of all segments; 0: those of this sample
 
     @property
     def key(self) -> Key:
@@ -269,10 +307,16 @@ class SampleMeta:
     actions: int  # steps that count in the loss
     digest: bytes = b""  # of the steps, for samples_digest
     steps: int = 0  # all of them: the head of a network predicts each
+    trajectory: int | None = None  # as in Sample
 
     @property
     def key(self) -> tuple[int, int]:
         return (self.prompt_id, self.sibling)
+
+    @property
+    def trajectory_key(self) -> Key:
+        """Equal for the segments of a trajectory."""
+        return (self.prompt_id, self.sibling if self.trajectory is None else self.trajectory)
 
     @property
     def length(self) -> int:
@@ -300,7 +344,7 @@ class MiniBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     num_actions: int  # loss steps in the whole mini-batch, over all ranks
-    num_samples: int  # samples in the whole mini-batch, over all ranks
+    num_samples: int  # samples in the whole mini-batch, over all ranks; the segments of a trajectory are one
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ COLUMNS = ("logprobs_S", "mask_S", "versions_S")  # one value per step; the cont
 def write_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> dict[str, FileEntry]:
     """Returns the files. Each array in the file is the concatenation over all samples; the JSON file has the lengths of
     the parts."""
-    samples = [s for group in groups for s in group]
+    samples = [segment for group in groups for s in group for segment in _segments(s)]
     if not samples:
         return {}
-    arrays = [_arrays(s) for s in samples]
+    arrays = [_arrays(s) for s, _ in samples]
     names = sorted({name for part in arrays for name in part})
     joined = {name: np.concatenate([part[name] for part in arrays if name in part]) for name in names}
     about = [
@@ -47,8 +47,11 @@ def write_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scor
             "parts": dict(s.parts),
             "notes": {name: list(texts) for name, texts in s.notes.items()},
             "baseline": s.baseline,
+            "segment_rewards": [*s.segment_rewards],
+            "shared": s.rollout.shared,
+            "is_segment": is_segment,
         }
-        for s, part in zip(samples, arrays, strict=True)
+        for (s, is_segment), part in zip(samples, arrays, strict=True)
     ]
     text = json.dumps(about, default=float)  # a workflow's rewards may be numbers of NumPy
     contents = {f"pending-{rank}.safetensors": save(joined), f"pending-{rank}.json": text.encode()}
@@ -57,7 +60,8 @@ def write_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scor
 
 def pending_bytes(groups: Sequence[Sequence[Scored]]) -> int:
     """Of the arrays."""
-    return sum(array.nbytes for group in groups for s in group for array in _arrays(s).values())
+    segments = (segment for group in groups for s in group for segment, _ in _segments(s))
+    return sum(array.nbytes for segment in segments for array in _arrays(segment).values())
 
 
 def load_pending_groups(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[list[Scored]]:
@@ -67,7 +71,7 @@ def load_pending_groups(folder: Path, prompt_at: Callable[[int], Prompt]) -> lis
         arrays, starts = load_file(file.with_suffix(".safetensors")), Counter[str]()
         for about in json.loads(file.read_text()):
             number = about["prompt"]
-            prompt = groups[number][0].rollout.prompt if number in groups else prompt_at(number)
+            prompt = groups[number][0].rollout.prompt if groups.get(number) else prompt_at(number)
             own: dict[str, Any] = {}
             for name, length in about["lengths"].items():
                 own[name] = arrays[name][starts[name] : starts[name] + length]
@@ -81,12 +85,24 @@ def load_pending_groups(folder: Path, prompt_at: Callable[[int], Prompt]) -> lis
                 output=_loaded(about["output"]),
                 finish=about["finish"],
                 temperature=about["temperature"],
+                shared=about.get("shared", 0),
                 **steps,
             )
+            group = groups.setdefault(number, [])
+            if about.get("is_segment"):  # of the sample before it
+                whole = replace(group[-1].rollout, segments=(*group[-1].rollout.segments, rollout))
+                group[-1] = replace(group[-1], rollout=whole)
+                continue
             texts = about["parts"], about["notes"]
-            scored = Scored(rollout, about["reward"], *texts, about.get("baseline"), rewards_S)
-            groups.setdefault(number, []).append(scored)
+            own_rewards = about.get("segment_rewards", ())
+            group.append(Scored(rollout, about["reward"], *texts, about.get("baseline"), rewards_S, own_rewards))
     return list(groups.values())
+
+
+def _segments(scored: Scored) -> list[tuple[Scored, bool]]:
+    """The sample, and its other segments as samples: only their rollouts are read."""
+    others = (Scored(segment, scored.reward) for segment in scored.rollout.segments)
+    return [(scored, False), *((segment, True) for segment in others)]
 
 
 def _saved(output: Any) -> Any:

@@ -22,7 +22,14 @@ SMALL_CLIP, LARGE_CLIP = 0.01, 0.05  # ratios of whole samples are clipped at ab
 def warnings(config: Config) -> list[str]:
     """One line per contradiction."""
     algorithm = config.algorithm
-    return [*_departures(config), *_loss(algorithm), *_kl(algorithm), *_samples(config), *_unused(config)]
+    return [
+        *_departures(config),
+        *_loss(algorithm),
+        *_kl(algorithm),
+        *_samples(config),
+        *_unused(config),
+        *_reachable(config),
+    ]
 
 
 def _changed(section: Section, *names: str) -> list[str]:
@@ -124,6 +131,15 @@ def _unused(config: Config) -> Iterator[str]:
     ):
         if has_no_effect and names:
             yield f"{section}.{' and '.join(names)}: no effect with {cause}"
+
+
+def _reachable(config: Config) -> Iterator[str]:
+    endpoint = config.endpoint
+    if not endpoint.is_local and endpoint.tls_certificate is None:
+        yield (
+            f"endpoint.host={endpoint.host} without endpoint.tls_certificate: prompts, responses and the tokens of "
+            "sessions cross the network unencrypted"
+        )
 
 
 def _samples(config: Config) -> Iterator[str]:

@@ -249,7 +249,26 @@ class Lora(Section):
     projector. Parts without adapters are frozen."""
 
 
+ToolFormatName = Literal[
+    "auto",
+    "hermes",
+    "qwen3_coder",
+    "llama3",
+    "llama4",
+    "mistral",
+    "deepseek",
+    "deepseek_v32",
+    "glm",
+    "kimi",
+    "harmony",
+    "minimax",
+]
+
+
 class PolicyModel(Model):
+    tool_format: ToolFormatName = "auto"
+    """How the policy writes thoughts and tool calls, for `use_tools`, `ctx.read` and the endpoint, see
+    docs/extending.md. `auto`: by marks in the chat template; `hermes` if there are none."""
     denoiser: BuildDenoiser | None = None
     """Build a small diffusion model from scratch instead of `path`; needs `generation.denoising`."""
     lora: Lora | None = None

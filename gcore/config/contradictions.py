@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gcore.config.base import refuse_value
 from gcore.config.denoising import check_denoising
 from gcore.config.engines import engines_with
+from gcore.config.environments import TURN_CREDIT
 from gcore.config.megatron import TRAINER
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def check(config: Config) -> None:
     """Raises ValueError for the first contradiction."""
     _check_objective(config)
     _check_faults(config)
+    _check_environment(config)
     _check_best(config)
     _check_algorithm(config)
     _check_runtime(config)
@@ -40,6 +42,31 @@ def _check_faults(config: Config) -> None:
     for fault in config.faults.plan:
         if fault.at.startswith("reward:") and (name := fault.at.removeprefix("reward:")) not in config.rewards.names:
             raise ValueError(f"faults.plan: at={fault.at}: got {name!r}; expected one of {config.rewards.names}")
+
+
+def _check_environment(config: Config) -> None:
+    if (spec := config.environment) is None:
+        return
+    if config.is_offline:
+        raise ValueError(
+            f"environment: objective={config.objective} trains on answers of the dataset; expected objective=policy, "
+            "or preference.pairs=rollouts"
+        )
+    estimator = config.algorithm.adv_estimator
+    if spec.credit == "episode":
+        if spec.discount != 1:
+            raise ValueError(f"environment.discount={spec.discount} needs environment.credit=turn, got episode")
+    elif config.algorithm.estimator.step_rewards:
+        if spec.discount != 1:
+            raise ValueError(
+                f"environment.discount={spec.discount}: algorithm.adv_estimator={estimator} discounts by "
+                "algorithm.gamma; expected 1"
+            )
+    elif estimator not in TURN_CREDIT:
+        raise ValueError(
+            f"environment.credit=turn: got algorithm.adv_estimator={estimator}; expected one of "
+            f"{', '.join(TURN_CREDIT)}, or one that discounts over steps (gae, reinforce_pp, remax)"
+        )
 
 
 def _check_best(config: Config) -> None:

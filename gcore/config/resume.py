@@ -17,7 +17,7 @@ from gcore.types import UserError
 FREE = (
     *("run.name", "run.dir", "run.resume", "run.resume_anyway", "controllers", "runtime"),
     *("run.epochs", "run.on_step", "run.max_restarts", "run.hang_s", "run.no_progress_s", "faults*"),
-    *("placement.*", "checkpoint.*", "observe.*", "evaluation.*"),
+    *("placement.*", "checkpoint.*", "endpoint.*", "observe.*", "evaluation.*"),
     *("training.compile", "training.activation_checkpointing", "training.offload", "training.max_tokens_per_gpu"),
     *("training.max_bad_updates", "*.emulated*"),
     # The content of the prompts is compared by its checksum.
@@ -35,6 +35,7 @@ FREE = (
     *("*.sleep", "*.timeout_s", "*.retries", "*.attempts", "*.replicas", "*.workers", "*.recycle_after"),
     *("sandbox.pool", "sandbox.at_once"),
     *("*.max_error_frac", "*.token_env", "*.url"),
+    *(f"environment.{name}" for name in ("processes", "concurrency", "*_s", "max_failed_frac")),
 )
 UNSET = "not set"
 

@@ -158,6 +158,34 @@ class Evaluation(Section):
         return self
 
 
+class Endpoint(Section):
+    host: str = "127.0.0.1"
+    """Address that the endpoint of `ctx.serve` listens on, or the name of an interface of every node, such as `eth0`.
+    The default: only processes of the same machine reach it."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """One port for the sessions of all controllers of a node, for the whole run. 0: each controller has a free port of
+    its own, while it has sessions."""
+    tls_certificate: str | None = None
+    """File with the certificate, in PEM; then addresses begin with https. Needs `tls_key`."""
+    tls_key: str | None = None
+    """File with the key of the certificate."""
+    idle_timeout_s: Seconds = 1800.0
+    """A session without requests for this time is closed: its agent is gone. Its group is dropped and counted in
+    `sampling/dropped_session_left`, as a failure, see `rewards.max_error_frac`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Endpoint:
+        if self.host in ("", "0.0.0.0", "::", "*"):
+            raise ValueError(f"host: got {self.host!r}; expected the address or name of one interface")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key: got one of them; expected both or none")
+        return self
+
+    @property
+    def is_local(self) -> bool:
+        return self.host == "localhost" or self.host.startswith("127.") or self.host in ("::1", "lo")
+
+
 class Observe(Section):
     eval_every: Count = 0
     """Steps between evaluations. 0: only before and after training."""

@@ -17,13 +17,14 @@ from gcore.config.base import Auto, PolicyModel, PositiveInt, Section
 from gcore.config.contradictions import check
 from gcore.config.data import Data
 from gcore.config.denoising import implied_by_denoising
+from gcore.config.environments import Environment, implied_by_environment
 from gcore.config.generation import Generation
 from gcore.config.objects import FunctionPath
 from gcore.config.placement import Placement
 from gcore.config.preference import OBJECTIVES, Needs, Objective, Preference, implied_by_pairs
 from gcore.config.presets import implied_by_preset
 from gcore.config.rewards import Rewards
-from gcore.config.run import Checkpoint, Evaluation, Faults, Observe, Run
+from gcore.config.run import Checkpoint, Endpoint, Evaluation, Faults, Observe, Run
 from gcore.config.sampling import Sampling
 from gcore.config.sandbox import Sandbox
 from gcore.config.training import Critic, Training
@@ -43,7 +44,10 @@ class Config(Section):
     """`ray`: one process per replica or rank, on one machine or several (RAY_ADDRESS joins a cluster); `local`:
     everything in one process, all controllers too, for debuggers."""
     workflow: FunctionPath = "gcore.workflows.context:generate_and_reward"
-    """The function that makes a group of samples, `file.py:NAME` or `package.module:NAME`, see docs/extending.md."""
+    """The function that makes a group of samples, `file.py:NAME` or `package.module:NAME`, see docs/extending.md. With
+    `environment`, the default plays in it."""
+    environment: Environment | None = None
+    """An environment that the policy acts in over several turns, see docs/environments.md."""
     objective: Objective = "policy"
     """What is trained. `policy`: reinforcement learning with `algorithm`; `sft`: the answers of the dataset; all
     others: pairs of answers, by the loss of this name, see docs/preference.md. `reward_model`: a scalar
@@ -70,6 +74,8 @@ class Config(Section):
     """Saving of checkpoints."""
     evaluation: Evaluation = Evaluation()
     """How held-out prompts (`data.eval`) are answered and counted."""
+    endpoint: Endpoint = Endpoint()
+    """The policy by HTTP, for agents of workflows that call `ctx.serve`, see docs/extending.md."""
     observe: Observe = Observe()
     """Progress and logs, and how often to evaluate."""
     faults: Faults = Faults()
@@ -129,6 +135,7 @@ class Config(Section):
         """The keys that a recipe does not set, and that others of its keys imply."""
         if not isinstance(tree, dict):
             return tree
+        tree = {**implied_by_environment(tree)}
         tree = _filled(tree, implied_by_pairs(tree))
         tree = _filled(tree, implied_by_denoising(tree))
         return _filled(tree, implied_by_preset(tree, Generation.model_fields["max_response_length"].default))

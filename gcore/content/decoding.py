@@ -42,6 +42,16 @@ class Detokenizer:
     def _all(self, sequences: Sequence[Ints]) -> list[str]:
         return [self.decode(tokens.tolist()) for tokens in sequences]
 
+    def with_special(self, tokens: Ints, kept: Sequence[str]) -> str | None:
+        """The text with these special tokens; None: they are not among the tokens."""
+        ids: list[int] = tokens.tolist()
+        kept_ids = {i for i in self._special.intersection(ids) if self._names(i) in kept}
+        if not kept_ids:
+            return None
+        runs = groupby((i for i in ids if i in kept_ids or i not in self._special), kept_ids.__contains__)
+        pieces = ("".join(map(self._names, run)) if special else self.decode(list(run)) for special, run in runs)
+        return "".join(pieces)
+
     def hidden(self, tokens: Ints, text: str) -> list[tuple[int, str]]:
         """The special tokens that `text`, the text of the tokens, leaves out: the place in the text, and the token.
         Equal ones in a row are one entry."""

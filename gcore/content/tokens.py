@@ -154,9 +154,12 @@ class Tokens:
     def step_arrays(self) -> dict[str, np.ndarray]:
         mask = self.sampling_mask
         masks = {"sampling_mask_ids": mask.ids_K, "sampling_mask_counts": mask.counts_S} if mask else {}
-        later = [medium.moved(-len(self.tokens_P)).as_json() for medium in self.step_media]
+        own = self.media if self.own_context else self.step_media  # places count from the first step
+        later = [medium.moved(-len(self.tokens_P)).as_json() for medium in own]
         media = {"media": np.frombuffer(json.dumps(later).encode(), np.uint8)} if later else {}
         context = {"context": self.tokens_P} if self.own_context else {}
+        if self.own_context and self.short_P is not None:
+            context["short_context"] = self.short_P
         experts: dict[str, np.ndarray] = {}
         if self.experts is not None:
             shape = np.array(self.experts.shape[1:], np.int32)
@@ -170,7 +173,9 @@ class Tokens:
         experts = None
         if "experts" in arrays:
             experts = compact_experts(arrays["experts"].reshape(-1, *arrays["experts_shape"].tolist()))
-        start = Tokens(arrays["context"], own_context=True) if "context" in arrays else self
+        start = self
+        if "context" in arrays:
+            start = Tokens(arrays["context"], short_P=arrays.get("short_context"), own_context=True)
         later = json.loads(arrays["media"].tobytes()) if "media" in arrays else []
         media = tuple(Media.from_json(data).moved(len(start.tokens_P)) for data in later)
         context = start.media[: len(start.media) - len(start.step_media)]

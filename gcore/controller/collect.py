@@ -181,6 +181,7 @@ class Collector:
         self.step_ledger = StepLedger(sampling.prompts_per_step, sampling.strict)
         self._target_running = 0  # groups that this controller should have in progress
         self._version = version
+        self.begun_again = 0  # prompts of a checkpoint that were in progress, of all controllers
         self._runner = PromptRunner(workflow, shared, keep, source, curriculum, self.prompts, self._start_prompts)
 
     # ---- a step ---------------------------------------------------------------------------------------------------
@@ -289,6 +290,7 @@ class Collector:
             self._set_target_running(sampling.prompts_per_step * sampling.max_staleness)
         collected = prompts.end_step()
         collected.stage_s = self._runner.shared.clock.take()
+        collected.tool_calls = self._runner.shared.take_calls()
         collected.failed_globally = sum(reason in FAILURES for reason in dropped.values())
         collected.decided_globally = num_passed + len(dropped)
         return collected
@@ -352,6 +354,7 @@ class Collector:
             self._runner.curriculum.restore(state["curriculum"])
         groups = sorted(ready, key=lambda group: group[0].rollout.prompt.id)
         self.prompts.restore(state, groups)
+        self.begun_again = len(state.get("pending", ()))
         self.step_ledger.kept = {g[0].rollout.prompt.id: min(s.rollout.version for s in g) for g in groups}
 
 

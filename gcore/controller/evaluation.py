@@ -153,7 +153,7 @@ def sums_of(groups: Sequence[Sequence[Scored]], accuracy: str, evaluation: Evalu
     sums: Sums = {
         "accuracy": _sum([value for group in values for value in group]),
         "reward_mean": _sum([s.reward for s in scored]),
-        "response_length": _sum([float(s.rollout.num_steps) for s in scored]),
+        "response_length": _sum([float(s.rollout.length) for s in scored]),
         "prompts": (Fraction(len(groups)), 1),
     }
     for k in evaluation.ks:

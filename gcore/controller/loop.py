@@ -67,7 +67,9 @@ class TrainingLoop:
         """`gcore eval`: the engines answer the held-out prompts. There are no trainers."""
         with self._services.replicas.watched():
             step = await open_evaluation(self._services)
-            return await self._services.evaluator.evaluate(step)
+            row = await self._services.evaluator.evaluate(step)
+            await self._services.endpoint.close()
+            return row
 
 
 async def rollout(services: Services, step: int) -> Collected:

@@ -27,10 +27,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from gcore.types import Scored
+from gcore.types import EnvironmentFailure, RewardError, Scored, SessionLeft, WorkflowError
 
-REWARD_ERROR, WORKFLOW_ERROR, NO_SPREAD = "reward_error", "workflow_error", "no_spread"
-FAILURES = (REWARD_ERROR, WORKFLOW_ERROR)  # counted against rewards.max_error_frac
+REWARD_ERROR, NO_SPREAD = RewardError.reason, "no_spread"
+# counted against rewards.max_error_frac
+FAILURES = (REWARD_ERROR, *(kind.reason for kind in (WorkflowError, SessionLeft, EnvironmentFailure)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class Collected:
     samples_passed: int = 0
     cause: str | None = None  # message of the first RewardError or WorkflowError that was reported in this step
     stage_s: dict[str, float] = field(default_factory=dict)  # seconds with at least one prompt in each stage
+    tool_calls: Counter[str] = field(default_factory=Counter)  # that workflows have read, by result
     failed_globally: int = 0  # failed groups, over all controllers
     decided_globally: int = 0  # groups kept, dropped or failed, over all controllers
     measured: dict[str, float] = field(default_factory=dict)  # metrics, the same on all controllers
@@ -194,7 +196,7 @@ class PromptLedger:
         """Running -> Ready."""
         ready = Ready(group)
         self._move(number, ready)
-        tokens = sum(s.rollout.num_steps for s in group)
+        tokens = sum(s.rollout.length for s in group)
         self._decided[number] = Decision([s.reward for s in group], tokens, len(group))
         self.unreported.kept.append((number, ready.version))
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gcore.config.environments import Environment
+from gcore.config.secrets import hide
 from gcore.config.tree import Config
 from gcore.controller.prompt_ledger import REWARD_ERROR, Collected
 from gcore.generation.pool import EnginePool
@@ -48,13 +50,16 @@ class Recorder:
     ) -> None:
         """Call at the end of a step. `metas`: of all samples of the step; `rank_stats`: of each trainer rank."""
         services, config, status = self._services, self._services.config, self._services.status
-        stages = {stage: collected.stage_s.get(stage, 0.0) for stage in ("generation", "rewarding")}
+        environment, names = services.environment, ["generation", "rewarding"]
+        names += ["environment"] if environment is not None else []
+        stages = {stage: collected.stage_s.get(stage, 0.0) for stage in names}
         aborted = services.pool.take_aborted()
         if config.sampling.strict:
             aborted = 0, 0  # aborted prompts come after the last one of the step: they could not have been trained on
         sums = {
             **local_sums(collected, config, step - 1, aborted),
             "counts": services.rewarder.take_counts(),
+            "environment": environment.take_counts() if environment is not None else {},
             "links": self._take_links(),
             "media": services.kind.take_media_bytes(),
             "times": {**status.take_all_seconds(), **stages},
@@ -66,6 +71,7 @@ class Recorder:
             {
                 "step": step,
                 **(offline_row if config.is_offline else rollout_row)(gathered, metas),
+                **(self._environment_row(gathered) if environment is not None else {}),
                 **actor_row(rank_stats),
                 **(services.dispatcher.balance_metrics if rank_stats else {}),
                 **services.placement.row(),
@@ -81,9 +87,16 @@ class Recorder:
         if self._samples is not None:
             self._samples.write(step, {meta.prompt_id for meta in metas}, collected.groups)
         status.tracer.flush()
+        if config.environment is not None:
+            check_episodes(config.environment, step, _sum_counts(gathered, "environment"))
         if config.checkpoint.on_failure == "stop" and (unwritten := problem(config.run.folder)):
             raise UserError(f"{unwritten}; free some space, then run.resume=auto (checkpoint.on_failure=stop)")
         status.finished(step)
+
+    def _environment_row(self, gathered: Sequence[dict[str, Any]]) -> Row:
+        spec = self._services.config.environment
+        row = environment_row(_sum_counts(gathered, "environment"))
+        return {"environment/source": hide(spec.source), **row} if spec is not None else row
 
     def _take_links(self) -> Counter[tuple[Link, LinkScope]]:
         services = self._services
@@ -129,7 +142,7 @@ def local_sums(collected: Collected, config: Config, version: int, aborted: tupl
     """
     scored = [s for group in collected.groups for s in group]
     rewards = [s.reward for s in scored]
-    lengths = [s.rollout.num_steps for s in scored]
+    lengths = [s.rollout.length for s in scored]
     parts: dict[str, list[float]] = {}
     for s in scored:
         for name, value in s.parts.items():
@@ -154,8 +167,9 @@ def local_sums(collected: Collected, config: Config, version: int, aborted: tupl
         "samples_drawn": len(collected.rewards),
         "drawn": collected.drawn,
         "dropped": dict(collected.dropped),
+        "tool_calls": dict(collected.tool_calls),
         "pending": collected.pending,
-        "age": sum(int((version - s.rollout.versions_S).sum()) for s in scored),
+        "age": sum(int((version - r.versions_S[r.shared :]).sum()) for s in scored for r in s.rollout.trajectory),
         "max_age": max((version - s.rollout.version for s in scored), default=0),
         "parts": {name: (exact_sum(values), len(values)) for name, values in parts.items()},
         "peak_rss_mb": peak_rss_mb(),
@@ -187,6 +201,7 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
         "sampling/trained": int(total("groups")),
         **{f"sampling/dropped_{why}": count for why, count in sorted(_sum_counts(gathered, "dropped").items())},
         "sampling/pending": int(total("pending")),
+        **{f"tools/{name}": count for name, count in sorted(_sum_counts(gathered, "tool_calls").items())},
         "staleness/mean": total("age") / max(total("tokens"), 1.0),
         "staleness/max": max(part["max_age"] for part in gathered),
         "samples_digest": samples_digest(metas),
@@ -199,6 +214,29 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
         row[f"reward/{name}"] = float(sum(p[0] for p in pairs) / sum(p[1] for p in pairs))
     row["controller/peak_rss_mb"] = max(part["peak_rss_mb"] for part in gathered)
     return row
+
+
+def environment_row(counts: Counter[str]) -> Row:
+    """Of all episodes that ended or began since the last row, also those of prompts that were dropped."""
+    episodes = max(counts["episodes"], 1)
+    row: Row = {"environment/episodes": counts["episodes"]}
+    row |= {f"environment/{name}": counts[name] / episodes for name in ("turns", "tool_calls", "tool_errors")}
+    row |= {f"environment/{name}": counts[name] for name in ("retried", "restarts", "evicted")}
+    return row | {
+        f"environment/{name}": count for name, count in sorted(counts.items()) if name.startswith(("cause_", "failed_"))
+    }
+
+
+def check_episodes(spec: Environment, step: int, counts: Counter[str]) -> None:
+    """Whether too many episodes failed for good, which ends the run."""
+    failed = {name.removeprefix("failed_"): n for name, n in sorted(counts.items()) if name.startswith("failed_")}
+    total = sum(failed.values())
+    if total > spec.max_failed_frac * counts["episodes"]:
+        causes = ", ".join(f"{name} {count}" for name, count in failed.items())
+        raise UserError(
+            f"step {step}: {total} of {counts['episodes']} episodes of environment.source={spec.source} failed "
+            f"({causes}; environment.max_failed_frac={spec.max_failed_frac})"
+        )
 
 
 def offline_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gcore
-from gcore.controller.prompt_ledger import REWARD_ERROR, WORKFLOW_ERROR, PromptLedger
+from gcore.controller.prompt_ledger import REWARD_ERROR, PromptLedger
 from gcore.prompts.curriculum import CurriculumOrder, Passed
 from gcore.prompts.source import PromptSource
 from gcore.protocols import RoleDied, RoleError
@@ -116,7 +116,7 @@ async def _run(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> lis
         if task is not None and task.cancelling():
             raise  # the collector cancelled the task
         raise UserError(f"workflow cancelled itself at prompt {prompt.id}; expected a list of Scored") from None
-    except (UserError, RewardError, RoleError, RoleDied):
+    except (UserError, RewardError, WorkflowError, RoleError, RoleDied):
         raise
     except (Exception, SystemExit) as error:  # sys.exit() in a workflow must not end the process silently
         line = _line_of(workflow, error)
@@ -138,7 +138,7 @@ def _line_of(workflow: Workflow, error: BaseException) -> str | None:
 
 def reason_of(error: Exception) -> str:
     """Under which name the dropped group is counted."""
-    return WORKFLOW_ERROR if isinstance(error, WorkflowError) else REWARD_ERROR
+    return error.reason if isinstance(error, WorkflowError) else REWARD_ERROR
 
 
 def _described(group: object) -> str:
@@ -155,18 +155,25 @@ def _checked(group: list[Scored], prompt: Prompt, least: int) -> list[Scored]:
             f"workflow returned {_described(group)} for prompt {prompt.id}; expected a non-empty list of Scored, "
             "as `await ctx.reward(group)` returns (key: workflow)"
         )
-    if unusual := [s.reward for s in group if not is_finite(s.reward)]:
+    if unusual := [r for s in group for r in (s.reward, *s.segment_rewards) if not is_finite(r)]:
         raise UserError(
             f"workflow returned the reward {unusual[0]!r} for prompt {prompt.id}; expected a finite number "
             "(key: workflow)"
         )
-    if any(len(s.rollout.versions_S) == 0 for s in group):
+    segments = [segment for s in group for segment in s.rollout.trajectory]
+    if any(len(segment.versions_S) == 0 for segment in segments):
         raise UserError(f"workflow returned a sample without steps for prompt {prompt.id} (key: workflow)")
-    keys = {(s.rollout.prompt.id, s.rollout.sibling) for s in group}
-    if len(keys) < len(group) or any(prompt_id != prompt.id for prompt_id, _ in keys):
+    keys = {(segment.prompt.id, segment.sibling) for segment in segments}
+    if len(keys) < len(segments) or any(prompt_id != prompt.id for prompt_id, _ in keys):
         raise UserError(
             f"workflow returned a sample twice, or one of another prompt, for prompt {prompt.id} (key: workflow)"
         )
+    for s in group:
+        if s.segment_rewards and len(s.segment_rewards) != len(s.rollout.trajectory):
+            raise UserError(
+                f"workflow returned {len(s.segment_rewards)} segment_rewards for prompt {prompt.id}; expected none, or "
+                f"{len(s.rollout.trajectory)}, one per segment of rollout.trajectory (key: workflow)"
+            )
     if len(group) < least:
         raise UserError(
             f"workflow returned {len(group)} sample for prompt {prompt.id}; algorithm.adv_estimator compares at least "

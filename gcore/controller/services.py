@@ -10,6 +10,7 @@ launch/build_controller.py makes the connections when the process starts. start_
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from gcore.config.tree import Config
 from gcore.content.base import Modality
@@ -23,6 +24,7 @@ from gcore.controller.record import Recorder
 from gcore.controller.replicas import Replicas
 from gcore.controller.run_prompts import Filter
 from gcore.controller.status import LiveStatus, StepGate
+from gcore.environments.hosts import Hosts
 from gcore.generation.pool import EnginePool
 from gcore.modalities.base import PolicyKind
 from gcore.preparation.advantages import AdvantageSettings
@@ -30,6 +32,7 @@ from gcore.protocols import ControllerGroup, Rewarder
 from gcore.sandbox.pool import SandboxPool
 from gcore.types import UserError
 from gcore.workflows.context import SharedContext, Workflow
+from gcore.workflows.endpoint import Endpoint
 
 
 @dataclass(slots=True)
@@ -53,24 +56,34 @@ class Services:
     gate: StepGate = field(default_factory=StepGate)  # to the driver after a step, with run.on_step
     eval_modality: Modality | None = None  # with other sampling parameters in evaluations
     sandboxes: SandboxPool | None = None
+    environment: Hosts | None = None  # processes of `environment`
+    endpoint: Endpoint = field(init=False)  # the policy by HTTP, of workflows that call `serve`
     # Made by start_run.py. An evaluation has neither collector nor checkpointer.
     collector: Collector = field(init=False)
     recorder: Recorder = field(init=False)
     evaluator: Evaluator = field(init=False)
     checkpointer: Checkpointer = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.endpoint = Endpoint(self.config.endpoint)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """Of all contexts."""
+        return {"environment": self.environment, "endpoint": self.endpoint, "sandboxes": self.sandboxes}
+
     def sample_context(self) -> SharedContext:
         """The context that all workflows of this controller share."""
         parts = self.config, self.pool, self.rewarder, self.modality
-        return SharedContext(*parts, version=lambda: self.weights.version, sandboxes=self.sandboxes)
+        return SharedContext(*parts, version=lambda: self.weights.version, **self._parts)
 
     def eval_contexts(self) -> list[SharedContext]:
         """Of evaluations: one greedy response per prompt, or one context per sampled response."""
         modality, evaluation = self.eval_modality or self.modality, self.config.evaluation
         parts = self.config, self.pool, self.rewarder, modality
         if not evaluation.sampled:
-            return [SharedContext(*parts, greedy=True, sandboxes=self.sandboxes)]
-        return [SharedContext(*parts, attempt=i, sandboxes=self.sandboxes) for i in range(evaluation.samples)]
+            return [SharedContext(*parts, greedy=True, **self._parts)]
+        return [SharedContext(*parts, attempt=i, **self._parts) for i in range(evaluation.samples)]
 
     async def ends_by_user(self, step: int) -> bool:
         """Whether the user's function (run.on_step) ends the run after this step."""
@@ -90,7 +103,10 @@ class Services:
         self.rewarder.close()
         if self.sandboxes is not None:
             await self.sandboxes.close()
+        if self.environment is not None:
+            self.environment.close()
         self.recorder.close()
+        await self.endpoint.close()
         await self.controllers.barrier("end")
         if bad := self.dispatcher.bad_in_a_row:
             raise UserError(

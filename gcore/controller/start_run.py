@@ -27,6 +27,7 @@ from gcore.workflows.context import stored_answers
 async def open_run(services: Services) -> int:
     """Returns the last completed step: 0, or the step of the checkpoint."""
     config, dispatcher = services.config, services.dispatcher
+    await services.endpoint.join(services.controllers)
     source, held_out = await _load_prompts(services)
     curriculum = make_curriculum(config.sampling.curriculum, source.rows, source.kept, config.run.seed)
     services.collector = Collector(
@@ -66,6 +67,7 @@ async def open_evaluation(services: Services) -> int:
             f"gcore eval generates answers and scores them, and this recipe has no rewards: the metrics of objective="
             f"{services.config.objective} are logged in training (key: rewards)"
         )
+    await services.endpoint.join(services.controllers)
     _, held_out = await _load_prompts(services)
     resume, pool, missed = services.config.run.resume, services.pool, list[str]()
     async with services.weights.trainers_in_use:
@@ -194,7 +196,9 @@ async def _resume(services: Services) -> RunPosition:
     if services.controllers.rank == 0:
         rewind(folder, position.step, position.warmed)
         checkpointer.set_aside_later(position)
-    services.status.note(f"resumed from {checkpoint} at {position}")
+    begun = services.collector.begun_again
+    begins = f"; {begun} prompts that were in progress begin again" if begun else ""
+    services.status.note(f"resumed from {checkpoint} at {position}{begins}")
     return position
 
 

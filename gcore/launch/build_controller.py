@@ -15,8 +15,9 @@ from gcore.controller.placement import RolloutPlacement, SlotPlacement
 from gcore.controller.replicas import Replicas
 from gcore.controller.services import Services
 from gcore.controller.status import LiveStatus
+from gcore.environments.hosts import Hosts
 from gcore.generation.pool import EnginePool
-from gcore.launch.build import Roles, arm_faults, quiet, trace_folder
+from gcore.launch.build import Roles, arm_faults, log_folder, quiet, trace_folder
 from gcore.launch.build_rewarder import build_rewarder, engine_pool
 from gcore.launch.gpu_assignment import CRITIC, TRAINER
 from gcore.launch.plan import Plan, first_split
@@ -99,7 +100,15 @@ def make_services(config: Config, plan: Plan, roles: Roles, group: ControllerGro
         status=status,
         eval_modality=eval_modality,
         sandboxes=SandboxPool(config.sandbox, make_kind(config.sandbox)) if config.sandbox else None,
+        environment=build_environment(config, plan, group.rank),
     )
+
+
+def build_environment(config: Config, plan: Plan, rank: int) -> Hosts | None:
+    """Its processes start with the first episodes."""
+    logs = log_folder(config)
+    log = None if logs is None else logs / f"environment-{rank}.log"
+    return None if config.environment is None else Hosts(config.environment, plan.environment_processes, log)
 
 
 def _make_placer(

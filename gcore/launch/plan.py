@@ -40,6 +40,7 @@ class Plan:
     shard: int  # data-parallel ranks that share one copy of the weights
     gpus: int
     reward_workers: int  # per controller
+    environment_processes: int = 0  # per controller
     judges: dict[str, int] = field(default_factory=dict)  # name -> engine replicas; judges behind a URL are not listed
     scorers: dict[str, int] = field(default_factory=dict)  # name -> replicas of the scalar model
     critics: int = 0  # ranks of a critic that has its own
@@ -84,7 +85,9 @@ class Plan:
             + "".join(f", {count} x judge {name}" for name, count in self.judges.items())
             + "".join(f", {count} x scorer {name}" for name, count in self.scorers.items())
             + (f", {self.reward_workers} reward worker(s) per controller" if self.reward_workers else "")
+            + (f", {self.environment_processes} of the environment per controller" if config.environment else "")
             + (" - all in one process (runtime=local)" if config.runtime == "local" else ""),
+            *self._environment_lines(config),
             *(
                 f"judge        {j.name} at {j.url.partition('?')[0]}"
                 for j in config.rewards.judges
@@ -98,6 +101,15 @@ class Plan:
             ),
             *(self._node_lines(config) if len(self.nodes) > 1 else []),
             f"files        {config.run.folder}",
+        ]
+
+    def _environment_lines(self, config: Config) -> list[str]:
+        if (spec := config.environment) is None:
+            return []
+        at_once = self.controllers * self.environment_processes * spec.concurrency
+        return [
+            f"environment  {spec.source}: {at_once} episodes at once, at most {spec.max_turns} turns, "
+            f"{spec.step_s:g} s per turn, {spec.retries} retries"
         ]
 
     def _devices(self) -> str:
@@ -192,6 +204,7 @@ def make_plan(config: Config, machines: Cluster | Machine) -> Plan:
         critic_shard=critic_shard if critic_shard != "auto" else (max(1, critics) if gpus else 1),
         gpus=gpus if is_separate else len(assigned.bundles),
         reward_workers=_reward_workers(config, cluster, role_nodes["controller"]),
+        environment_processes=_environment_processes(config, cluster, role_nodes["controller"]),
         sleep_level=_sleep_level(config, any(node.gpus for node in nodes)),
         judges=judges,
         scorers=scorers,
@@ -248,6 +261,13 @@ def _reward_workers(config: Config, cluster: Cluster, controller_nodes: tuple[in
     if config.rewards.workers != "auto":
         return config.rewards.workers
     return 0 if config.runtime == "local" else min(MAX_AUTO, _cores_per(cluster, controller_nodes))
+
+
+def _environment_processes(config: Config, cluster: Cluster, controller_nodes: tuple[int, ...]) -> int:
+    if config.environment is None:
+        return 0
+    given = config.environment.processes
+    return min(MAX_AUTO, _cores_per(cluster, controller_nodes)) if given == "auto" else given
 
 
 def _sleep_level(config: Config, has_gpus: bool) -> int:

@@ -24,6 +24,7 @@ from gcore.observe.values import count, duration, held_out_name, number, small, 
 
 COLORS = {
     "generation": "cyan",
+    "environment": "bright_cyan",
     "rewarding": "magenta",
     "preparation": "yellow",
     "training": "green",

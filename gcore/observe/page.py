@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from gcore.observe.page_data import RecordedMove, Recording, Segment, has_data, 
 from gcore.observe.page_html import render, thinned_steps
 from gcore.observe.page_samples import samples_page
 from gcore.observe.pictures import before_and_after
-from gcore.observe.report import smooth
+from gcore.observe.report import failures_of, smooth
 from gcore.observe.samples import FOLDER, read_samples
 from gcore.observe.trace import merge_traces
 from gcore.observe.values import STAGES, Row, count, duration, held_out_name, number, numbers
@@ -45,6 +46,7 @@ CURVES = (  # title, keys (a key ending in / matches all keys with this prefix),
     ("Time by stage", ("stage/",), "s", "stack"),
     ("Moves per step", ("moves",), "", "line"),
     ("Answer length", ("length",), "tokens", "line"),
+    ("Per episode", ("episode/",), "", "line"),
     ("Accepted share", ("acceptance",), "%", "line"),
     ("Tokens per second", ("tokens_per_s",), "", "line"),
     ("Idle share of trainer ranks", ("trainer_idle/",), "%", "line"),
@@ -212,6 +214,7 @@ def _source(recording: Recording, label: str) -> Model:
         "num_moves": len(recording.moves),
         "directions": [[a, b, n] for (a, b), n in Counter((m.source, m.target) for m in recording.moves).most_common()],
         "tiles": _tiles(recording),
+        "failures": [astuple(failures) for failures in failures_of(recording.rows_of_metrics)],
         "numbers": [[key, f"{value:,.6g}"] for key, value in totals(recording).items()],
     }
 

@@ -68,6 +68,13 @@ function answer(sample, query, ownVersion) {
     for (const one of texts) box.append(...text(one, query));
     body.append(box);
   }
+  for (const [i, one] of (sample.segments || []).entries()) { // other conversations of the agent, trained with the same reward
+    const facts = `segment ${i + 2} of ${sample.num_segments}: ${one.length} tokens, ${one.finish}` + (one.shared ? `; the first ${one.shared} are trained above` : "");
+    const box = element("div", { class: "verdict segment" }, element("div", { class: "who" }, facts));
+    if (one.reward !== undefined) box.firstChild.append(`; reward ${number(one.reward)}`);
+    box.append(...text(one.text, query, "empty answer", one.special));
+    body.append(box);
+  }
   return element("li", { class: "answer" }, side, body, facts);
 }
 
@@ -144,7 +151,7 @@ function filtered() {
       if ((low !== null && v < low) || (high !== null && v > high)) return false;
       if ($("cut").checked && s.finish !== "length") return false;
       if ($("judged").checked && !Object.keys(s.notes || {}).length) return false;
-      return !query || asked || haystack(s, () => [s.text, ...(s.special ?? []).map((one) => one[1]), ...Object.values(s.notes || {}).flat()]).includes(query);
+      return !query || asked || haystack(s, () => [s.text, ...(s.segments ?? []).map((one) => one.text), ...(s.special ?? []).map((one) => one[1]), ...Object.values(s.notes || {}).flat()]).includes(query);
     });
     if (samples.length) groups.push({ group, samples });
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,16 @@ FILES = {
 Ends = tuple[float, ...]  # first and last value; one entry if there is only one value
 
 
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Of the episodes of an environment, for one cause. Failures("game.py:Game", "hung", attempts=3, dropped=1)"""
+
+    environment: str
+    cause: str
+    attempts: int  # that failed; most begin again
+    dropped: int  # samples that were dropped
+
+
 @dataclass(frozen=True)
 class Summary:
     """Summary(steps=150, samples=9600, accuracy=(0.12, 0.81), reward=(0.1, 0.9), total_s=171.0, ...)"""
@@ -38,6 +49,9 @@ class Summary:
     mfu: float | None  # of training, mean over the steps
     peak_memory_gb: float | None
     peak_rss_mb: float | None
+    episodes: int  # in environments
+    turns: float | None  # of the policy, per episode
+    failures: list[Failures]
 
 
 def summarize(folder: Path) -> Summary:
@@ -61,7 +75,24 @@ def summarize(folder: Path) -> Summary:
         mfu=float(np.mean(shares)) if (shares := numbers(rl, "perf/mfu")) else None,
         peak_memory_gb=max(numbers(rl, "perf/peak_memory_gb"), default=None),
         peak_rss_mb=max(numbers(rl, "controller/peak_rss_mb"), default=None),
+        episodes=round(sum(episodes := numbers(rl, "environment/episodes"))),
+        turns=float(np.average(turns, weights=episodes))
+        if sum(episodes) and len(turns := numbers(rl, "environment/turns")) == len(episodes)
+        else None,
+        failures=failures_of(rl),
     )
+
+
+def failures_of(rows: Sequence[Row]) -> list[Failures]:
+    """The most frequent first."""
+    attempts, dropped = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for row in rows:
+        for key in row:
+            for counts, start in ((attempts, "environment/cause_"), (dropped, "environment/failed_")):
+                if key.startswith(start):
+                    name = str(row.get("environment/source", "")), key.removeprefix(start)
+                    counts[name] += round(number(row, key) or 0)
+    return [Failures(*name, count, dropped[name]) for name, count in attempts.most_common()]
 
 
 def summary_text(folder: Path) -> str:
@@ -151,6 +182,12 @@ def _lines(facts: Summary) -> list[tuple[str, str]]:
         lines.append(("tokens/s", count(facts.tokens_per_s)))
     if facts.mfu is not None:
         lines.append(("training MFU", f"{facts.mfu:.1%} of the published dense bfloat16 rate"))
+    if facts.episodes:
+        per_episode = f", {facts.turns:.1f} turns each" if facts.turns is not None else ""
+        lines.append(("episodes", f"{facts.episodes:,}{per_episode}"))
+    for failed in facts.failures:
+        what = f"{failed.cause} {failed.attempts} times, {failed.dropped} sample(s) dropped"
+        lines.append(("failed episodes", f"{failed.environment}: {what}"))
     if facts.peak_memory_gb is not None:
         lines.append(("peak memory", f"{facts.peak_memory_gb:.2f} GB"))
     if facts.peak_rss_mb is not None:

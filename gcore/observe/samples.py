@@ -20,11 +20,11 @@ from gcore.content.media import ArrayRef, shown_media
 from gcore.observe.files import LineFile, whole_lines
 from gcore.observe.pictures import keep
 from gcore.observe.values import Row, clean, step_of
-from gcore.types import Prompt, Scored
+from gcore.types import Prompt, Rollout, Scored
 
 FOLDER = "samples"
 MAX_GROUPS = 2000  # per run
-MAX_SIBLINGS = 16  # per group
+MAX_SIBLINGS = 16  # per group, and other segments per sample
 MAX_LENGTH = 6000  # characters of a text: two thirds of them from its beginning, the rest from its end
 HEAD, TAIL = MAX_LENGTH * 2 // 3, MAX_LENGTH // 3
 MAX_SPECIAL = 64  # special tokens per answer
@@ -106,24 +106,35 @@ def _row(step: int, phase: Phase, group: Sequence[Scored], folder: Path, hidden:
 
 
 def _sample(scored: Scored, folder: Path, hidden: Hidden) -> Row:
-    rollout, output = scored.rollout, scored.rollout.output
-    if isinstance(output, ArrayRef):
-        shown: Row = {"text": "", "picture": keep(output, folder)}
-    else:
-        text = str(output)
-        places = [(_place_in_shortened(at, len(text)), name) for at, name in hidden(rollout.content, text)]
-        special = [[at, name] for at, name in places if at is not None][:MAX_SPECIAL]
-        shown = {"text": shortened(text), **({"special": special} if special else {})}
+    rollout, rewards = scored.rollout, scored.segment_rewards
+    others = [
+        {"sibling": segment.sibling, "length": segment.num_steps, "finish": segment.finish, "shared": segment.shared}
+        | _shown(segment, folder, hidden)
+        | ({"reward": rewards[i]} if rewards else {})
+        for i, segment in enumerate(rollout.segments[:MAX_SIBLINGS], 1)
+    ]
     return {
         "sibling": rollout.sibling,
-        **shown,
+        **_shown(rollout, folder, hidden),
         "reward": scored.reward,
         "parts": dict(scored.parts),
         "notes": {name: [shortened(text) for text in texts] for name, texts in scored.notes.items()},
         "version": rollout.version,
         "finish": rollout.finish,
         "length": rollout.num_steps,
+        **({"segments": others, "num_segments": len(rollout.trajectory)} if others else {}),
     }
+
+
+def _shown(rollout: Rollout, folder: Path, hidden: Hidden) -> Row:
+    """The output: a text with its special tokens, or a picture."""
+    output = rollout.output
+    if isinstance(output, ArrayRef):
+        return {"text": "", "picture": keep(output, folder)}
+    text = str(output)
+    places = [(_place_in_shortened(at, len(text)), name) for at, name in hidden(rollout.content, text)]
+    special = [[at, name] for at, name in places if at is not None][:MAX_SPECIAL]
+    return {"text": shortened(text), **({"special": special} if special else {})}
 
 
 def _messages(prompt: Prompt) -> Iterable[tuple[str, str]]:

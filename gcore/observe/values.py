@@ -14,7 +14,7 @@ import numpy as np
 Row = dict[str, Any]
 Kind = Literal["warm_start", "train", "eval"]
 
-STAGES = ("generation", "rewarding", "preparation", "training", "weights", "checkpoint", "eval")
+STAGES = ("generation", "environment", "rewarding", "preparation", "training", "weights", "checkpoint", "eval")
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 

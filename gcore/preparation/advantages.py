@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.config.algorithm import Algorithm, Overlong
-from gcore.preparation.samples import Groups, mask_of
+from gcore.preparation.samples import Groups, actions_of
 from gcore.protocols import ControllerGroup, Metric, add_metrics
-from gcore.types import Key, TrainBatch, UserError
+from gcore.types import Key, Scored, TrainBatch, UserError
 
 Array = npt.NDArray[np.float64]
 EPSILON = 1e-6
@@ -30,7 +30,7 @@ class GroupScores:
     """The samples of one prompt. GroupScores(rewards=[1, 0], lengths=[4, 7], parts={"exact": [1, 0]})"""
 
     rewards: Array  # after the overlong penalty and the KL in the reward
-    lengths: Array  # actions of each sample
+    lengths: Array  # actions of each sample; of a trajectory, those of all its segments
     parts: Mapping[str, Array] = field(default_factory=dict)  # rewards of the recipe, unweighted; NaN: does not apply
     weights: Mapping[str, float] = field(default_factory=dict)  # of the parts, in the sum that is the reward
     baseline: float | None = None  # reward of a greedy response, for estimators that need it
@@ -143,7 +143,8 @@ def advantages_of(
     groups: Groups, scoring: AdvantageSettings, kl: Mapping[Key, float]
 ) -> tuple[dict[Key, float], dict[str, Metric]]:
     """The advantage of each sample: rewards - overlong penalties - KL, compared within each group; and the metrics of
-    the estimator, if it has some.
+    the estimator, if it has some. The segments of a trajectory are one sibling and share its advantage. A segment with
+    a reward of its own gets the advantage that its trajectory would have with that reward.
 
     `kl`: of each sample, times its coefficient, if the KL is part of the reward and is not charged to each step; else
     empty.
@@ -152,20 +153,35 @@ def advantages_of(
     estimator = scoring.estimator or GROUP_ESTIMATORS[algorithm.adv_estimator]
     advantages, metrics = dict[Key, float](), dict[str, Metric]()
     for siblings in groups:
-        keys = [(s.rollout.prompt.id, s.rollout.sibling) for s in siblings]
-        penalties = [overlong_penalty(s.rollout.num_steps, algorithm.overlong, scoring.max_length) for s in siblings]
-        charged = [s.reward + p - kl.get(key, 0.0) for key, s, p in zip(keys, siblings, penalties, strict=True)]
+        keys = [[(s.rollout.prompt.id, segment.sibling) for segment in s.rollout.trajectory] for s in siblings]
+        taken = [
+            sum(kl.get(key, 0.0) for key in own) - overlong_penalty(_longest(s), algorithm.overlong, scoring.max_length)
+            for own, s in zip(keys, siblings, strict=True)
+        ]
         group = GroupScores(
-            np.array(charged, np.float64),
-            np.array([mask_of(s.rollout, algorithm.overlong.mask).sum() for s in siblings], np.float64),
+            np.array([s.reward - less for s, less in zip(siblings, taken, strict=True)], np.float64),
+            np.array([actions_of(s.rollout, algorithm.overlong.mask) for s in siblings], np.float64),
             {part: np.array([s.parts.get(part, np.nan) for s in siblings], np.float64) for part in weights},
             weights,
             siblings[0].baseline,
         )
         values, more = estimate(estimator, group, algorithm.adv_estimator)
-        advantages |= zip(keys, values.tolist(), strict=True)
+        for i, (own, s) in enumerate(zip(keys, siblings, strict=True)):
+            shared = {key: float(values[i]) for key in own}
+            for key, reward in zip(own, s.segment_rewards or [s.reward] * len(own), strict=True):
+                if reward != s.reward:
+                    rewards = group.rewards.copy()
+                    rewards[i] = reward - taken[i]
+                    again = replace(group, rewards=rewards)
+                    shared[key] = float(estimate(estimator, again, algorithm.adv_estimator)[0][i])
+            advantages |= shared
         metrics = add_metrics(metrics, {f"advantages/{key}": Metric(value) for key, value in more.items()})
     return advantages, metrics
+
+
+def _longest(scored: Scored) -> int:
+    """Steps of the longest conversation."""
+    return max(segment.num_steps for segment in scored.rollout.trajectory)
 
 
 async def with_advantages(

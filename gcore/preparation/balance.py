@@ -92,7 +92,7 @@ def make_layout(
     numbers = range(count) if parts is None else parts
     of_parts: list[list[list[MiniBatch]]] = [[[] for _ in range(num_ranks // count)] for _ in numbers]  # part, rank
     for mini in split(sorted(metas, key=lambda meta: meta.key), mini_batches):
-        num_actions, num_samples = sum(m.actions for m in mini), len(mini)
+        num_actions, num_samples = sum(m.actions for m in mini), len({m.trajectory_key for m in mini})
         most = min(max_tokens / 4, sum(m.length for m in mini) / num_ranks / 4)
         units = {unit[0].key: unit for unit in (by_prompt(mini) if together else neighbours(mini, most, ranks))}
         dealt = deal(units, count, cost, shares)

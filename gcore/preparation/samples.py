@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gcore.config.algorithm import Algorithm
-from gcore.types import Rollout, Sample, SampleMeta, Scored
+from gcore.types import Rollout, Sample, SampleMeta, Scored, UserError
 
 Groups = Sequence[Sequence[Scored]]
 
@@ -19,10 +19,16 @@ def make_samples(
     """The samples of a step. `version` is the policy that will be trained; samples may be up to `staleness` versions
     older, and never newer. `pairs`: only the best and the worst of each group."""
     scored = [s for siblings in groups for s in (best_and_worst(siblings) if pairs else siblings)]
-    versions = {v for s in scored for v in (s.rollout.version, int(s.rollout.versions_S.max()))}
+    segments = [segment for s in scored for segment in s.rollout.trajectory]
+    versions = {int(v) for segment in segments for v in (segment.versions_S.min(), segment.versions_S.max())}
     invalid = {v for v in versions if not version - staleness <= v <= version}
     assert not invalid, f"samples of policy versions {sorted(invalid)} in a step that trains version {version}"
-    return [to_sample(s, algorithm.overlong.mask) for s in scored]
+    if pairs and len(segments) > len(scored):
+        raise UserError(
+            "objective: the workflow returned a sample of several conversations; expected one conversation per sample, "
+            "because this objective compares pairs of whole answers (keys: workflow, objective)"
+        )
+    return [sample for s in scored for sample in to_samples(s, algorithm.overlong.mask)]
 
 
 def best_and_worst(siblings: Sequence[Scored]) -> list[Scored]:
@@ -33,22 +39,43 @@ def best_and_worst(siblings: Sequence[Scored]) -> list[Scored]:
 
 
 def mask_of(rollout: Rollout, mask_truncated: bool) -> np.ndarray:
-    """The steps that count in the loss."""
-    return np.zeros_like(rollout.mask_S) if mask_truncated and rollout.finish == "length" else rollout.mask_S
+    """The steps of a segment that count in the loss."""
+    if mask_truncated and rollout.finish == "length":
+        return np.zeros_like(rollout.mask_S)
+    return rollout.mask_S & (np.arange(rollout.num_steps) >= rollout.shared) if rollout.shared else rollout.mask_S
+
+
+def actions_of(rollout: Rollout, mask_truncated: bool) -> int:
+    """Steps of the trajectory that count in the loss."""
+    return sum(int(mask_of(segment, mask_truncated).sum()) for segment in rollout.trajectory)
 
 
 def to_sample(scored: Scored, mask_truncated: bool = False) -> Sample:
-    rollout = scored.rollout
-    return Sample(
-        prompt_id=rollout.prompt.id,
-        sibling=rollout.sibling,
-        content=rollout.content,
-        mask_S=mask_of(rollout, mask_truncated),
-        rollout_logprobs_S=rollout.logprobs_S,
-        temperature=rollout.temperature,
-        reward=scored.reward,
-        step_rewards_S=scored.step_rewards_S,
-    )
+    """Of a rollout that is one conversation, or of the first segment of a trajectory."""
+    return to_samples(scored, mask_truncated)[0]
+
+
+def to_samples(scored: Scored, mask_truncated: bool = False) -> list[Sample]:
+    """One per segment of the trajectory. Only the first has the rewards per step of teachers, who read no others."""
+    first = scored.rollout
+    trajectory = first.sibling if first.segments else None
+    num_actions = actions_of(first, mask_truncated) if first.segments else 0
+    rewards = scored.segment_rewards or [scored.reward] * len(first.trajectory)
+    return [
+        Sample(
+            prompt_id=segment.prompt.id,
+            sibling=segment.sibling,
+            content=segment.content,
+            mask_S=mask_of(segment, mask_truncated),
+            rollout_logprobs_S=segment.logprobs_S,
+            temperature=segment.temperature,
+            reward=reward,
+            step_rewards_S=scored.step_rewards_S if segment is first else None,
+            trajectory=trajectory,
+            trajectory_actions=num_actions,
+        )
+        for segment, reward in zip(first.trajectory, rewards, strict=True)
+    ]
 
 
 def meta_of(sample: Sample) -> SampleMeta:
@@ -60,6 +87,7 @@ def meta_of(sample: Sample) -> SampleMeta:
         actions=int(sample.mask_S.sum()),
         digest=content.digest(),
         steps=content.num_steps,
+        trajectory=sample.trajectory,
     )
 
 

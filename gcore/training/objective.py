@@ -47,6 +47,7 @@ class StepColumns:
     rewards_B: Tensor | None = None  # of each sample: of a pair, the chosen answer has the higher one
     values_S: Tensor | None = None  # of the critic before the update
     returns_S: Tensor | None = None  # what the critic should predict
+    actions_B: Tensor | None = None  # of the trajectory of each sample, if one has other segments
 
     def at_actions(self, values_S: Tensor) -> Tensor:
         """0 at all other steps, whatever is there. A product with the mask would leave NaN: NaN x 0 is NaN."""
@@ -104,7 +105,12 @@ def step_columns(packed: StepBatch, data: StepData, device: torch.device) -> Ste
         ref_location_SD=column("ref_location"),
         values_S=column("values"),
         returns_S=column("returns"),
+        actions_B=stored([_trajectory_actions(samples)]) if any(s.trajectory_actions for s in samples) else None,
     )
+
+
+def _trajectory_actions(samples: Sequence[Sample]) -> np.ndarray:
+    return np.array([s.trajectory_actions or int(s.mask_S.sum()) for s in samples])
 
 
 class Part(NamedTuple):
@@ -408,7 +414,8 @@ def step_weights(
         case "token_mean":
             return steps.mask_S / max(mini.num_actions, 1)
         case "sequence_mean":
-            lengths = sample_sums(torch.ones_like(steps.mask_S), steps)
+            lengths = steps.actions_B if isinstance(steps, StepColumns) else None  # a trajectory weighs as one sample
+            lengths = sample_sums(torch.ones_like(steps.mask_S), steps) if lengths is None else lengths
             return steps.mask_S / lengths.clamp(min=1)[steps.sample_S] / num_samples
         case "fixed_length":
             return steps.mask_S / (num_samples * max_response_length)

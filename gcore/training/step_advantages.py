@@ -113,7 +113,8 @@ def step_targets(
         if values is not None:
             returns = {key: found[key] + values[key] for key in found}
     if estimator.rescale:
-        counted = sums.total({key: np.array([1.0, a != 0]) for key, a in advantages.items()}, 2)
+        firsts = {key: a for key, a in advantages.items() if samples[key].trajectory in (None, key[1])}
+        counted = sums.total({key: np.array([1.0, a != 0]) for key, a in firsts.items()}, 2)
         found = {key: each * (counted[0] / max(counted[1], 1.0)) for key, each in found.items()}
     if estimator.whiten:
         moments = sums.moments({key: each[samples[key].mask_S] for key, each in found.items()})

@@ -1,13 +1,15 @@
-"""Parts of workflows: tools with parallel calls (tools.py), environments in the style of verifiers (environment.py)."""
+"""Parts of workflows: tools with parallel calls (tools.py), how models write calls (tool_formats.py), episodes in an
+environment (environment.py)."""
 
-from gcore.workflows.environment import environment_rows, environment_workflow
-from gcore.workflows.tools import ToolCall, parse_tool_calls, run_tools, tool_schema, use_tools
+from gcore.workflows.environment import play
+from gcore.workflows.tool_formats import AssistantTurn, ToolCall
+from gcore.workflows.tools import parse_tool_calls, run_tools, tool_schema, use_tools
 
 __all__ = [
+    "AssistantTurn",
     "ToolCall",
-    "environment_rows",
-    "environment_workflow",
     "parse_tool_calls",
+    "play",
     "run_tools",
     "tool_schema",
     "use_tools",

@@ -17,13 +17,15 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gcore.config.tree import Config
 from gcore.content.base import Content, Modality
-from gcore.content.text import TextModality, text_modality
+from gcore.content.text import TextModality, last_turn, text_modality
+from gcore.environments.hosts import Hosts
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.prompts.answers import ANSWERS, LABEL
@@ -31,8 +33,12 @@ from gcore.protocols import Context, Rewarder
 from gcore.sandbox.base import Sandbox
 from gcore.sandbox.pool import SandboxPool
 from gcore.types import Completion, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
-from gcore.workflows.endpoint import Endpoint, Session
+from gcore.workflows.endpoint import Endpoint
+from gcore.workflows.session import Session
+from gcore.workflows.tool_formats import AssistantTurn, Schemas, ToolCall, ToolFormat, format_of
 
+PIECE = 16  # tokens of a turn that is streamed: a request of the engine for each piece
+Tell = Callable[[Content, Completion], Awaitable[None]]  # the content before a turn, and what is generated of it so far
 Workflow = Callable[[Context, Prompt], Awaitable[list[Scored]]]
 
 
@@ -110,7 +116,10 @@ class SharedContext:
         attempt: int | None = None,
         version: Callable[[], int] = lambda: 0,
         sandboxes: SandboxPool | None = None,
+        environment: Hosts | None = None,
+        endpoint: Endpoint | None = None,
     ) -> None:
+        self.config, self.environment = config, environment
         self.pool, self.rewarder, self.modality, self.greedy = pool, rewarder, modality, greedy
         self.sandboxes = sandboxes
         self.version, self.objective = version, config.objective
@@ -119,11 +128,24 @@ class SharedContext:
         self.n = 1 if self.evaluates else config.sampling.samples_per_prompt
         self.least_siblings = 1 if self.evaluates else least_siblings(config)
         self.clock = StageClock()
-        self.endpoint = Endpoint()  # of workflows that call `serve`
+        self.endpoint = endpoint or Endpoint(config.endpoint)  # of workflows that call `serve`
+        template = modality.chat_template if isinstance(modality, TextModality) else None
+        self.tool_format = format_of(template, config.model.tool_format)
+        self._tool_calls: Counter[str] = Counter()
         self.baseline: SharedContext | None = None  # for one more, greedy response to each prompt (ReMax)
         if config.algorithm.estimator.greedy and not self.evaluates:
-            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True, sandboxes=sandboxes)
+            parts: dict[str, Any] = {"environment": environment, "endpoint": self.endpoint, "sandboxes": sandboxes}
+            self.baseline = SharedContext(config, pool, rewarder, modality, greedy=True, **parts)
             self.baseline.clock = self.clock
+
+    def count_calls(self, calls: Sequence[ToolCall]) -> None:
+        errors = sum(bool(call.error) for call in calls)
+        self._tool_calls += Counter(calls=len(calls), unparsed_calls=errors)
+
+    def take_calls(self) -> Counter[str]:
+        """Tool calls of the policy since the last call, and those of them that could not be parsed."""
+        counts, self._tool_calls = self._tool_calls, Counter()
+        return counts
 
 
 class SampleContext:
@@ -135,6 +157,10 @@ class SampleContext:
         self._shared = shared
         self._issued = 0  # siblings drawn so far
         self._branches: Counter[tuple[int, int]] = Counter()  # number of branches from (sibling, step)
+
+    @property
+    def shared(self) -> SharedContext:
+        return self._shared
 
     async def generate(
         self,
@@ -156,7 +182,7 @@ class SampleContext:
         if messages is not None or tools is not None:
             modality = text_modality(shared.modality, "ctx.generate with messages or tools")
             content = modality.opening(prompt.messages if messages is None else messages, tools)
-        siblings = self._issue(shared.n if n is None or shared.evaluates else n)
+        siblings = self.issue(n)
         return await self.first_turn(prompt, siblings, content, params)
 
     @contextlib.asynccontextmanager
@@ -166,7 +192,7 @@ class SampleContext:
         What the agent samples in a session is recorded as a rollout, `session.rollout`: see workflows/endpoint.py.
         """
         shared = self._shared
-        siblings = self._issue(shared.n if n is None or shared.evaluates else n)
+        siblings = self.issue(n)
         modality = text_modality(shared.modality, "ctx.serve")
         sessions = [Session(self, modality, prompt, sibling) for sibling in siblings]
         async with shared.endpoint.open(sessions):
@@ -181,7 +207,12 @@ class SampleContext:
             yield box
 
     async def first_turn(
-        self, prompt: Prompt, siblings: Sequence[int], content: Content, params: Mapping[str, Any]
+        self,
+        prompt: Prompt,
+        siblings: Sequence[int],
+        content: Content,
+        params: Mapping[str, Any],
+        tell: Tell | None = None,
     ) -> list[Rollout]:
         sampling = self._shared.modality.params(params, greedy=self._shared.greedy)
         start = Rollout(
@@ -195,7 +226,7 @@ class SampleContext:
             finish="stop",
             temperature=sampling.temperature or 1.0,
         )
-        return await self._continue(start, siblings, None, sampling)
+        return await self._continue(start, siblings, None, sampling, tell)
 
     async def given(self, prompt: Prompt, answers: Sequence[str | Sequence[Message]]) -> list[Rollout]:
         """Siblings with answers that no policy generated: strings, or messages, of which the assistant's are trained
@@ -207,7 +238,8 @@ class SampleContext:
                 "of demonstrations or pairs (keys: workflow, objective)"
             )
         given = [modality.answer(prompt, answer) for answer in answers]
-        outputs, siblings = await modality.outputs([content for content, _ in given]), self._issue(len(given))
+        outputs = await modality.outputs([content for content, _ in given])
+        siblings = self.issue(len(given), exactly=True)
         version = self._shared.version()
         return [
             Rollout(
@@ -232,6 +264,31 @@ class SampleContext:
         """
         return (await self.next_turns(rollout, [rollout.sibling], feedback, params))[0]
 
+    def read(self, rollout: Rollout, tools: Schemas | None = ()) -> AssistantTurn:
+        """What the policy said in the last turn: thought, content and tool calls, as the family of its chat template
+        writes them (model.tool_format). `tools`: their schemas, for the types of arguments; None: parse no calls."""
+        turn = self._said(rollout, tools)
+        self._shared.count_calls(turn.calls)
+        return turn
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        return self._shared.tool_format
+
+    def _said(self, rollout: Rollout, tools: Schemas | None = ()) -> AssistantTurn:
+        text = self._turn_text(rollout.content, last_turn(rollout.mask_S), str(rollout.turn))
+        return self._shared.tool_format.read(text, tools)
+
+    def read_so_far(self, content: Content, own: int, clean: str, tools: Schemas | None) -> AssistantTurn:
+        """Of a turn that goes on, the last `own` steps: only what its end cannot change, and no calls. `clean`: its
+        text."""
+        return self._shared.tool_format.so_far(self._turn_text(content, own, clean.rstrip("\ufffd")), tools)
+
+    def _turn_text(self, content: Content, own: int, clean: str) -> str:
+        row = self._shared.tool_format
+        modality = text_modality(self._shared.modality, "ctx.read")
+        return modality.turn_text(content, own, clean, row.special, row.thought[0])
+
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
         """`n` continuations of the same rollout, as new siblings with their own noise."""
         place = (rollout.sibling, rollout.num_steps)  # determines the sibling numbers, so branches may run in parallel
@@ -254,8 +311,12 @@ class SampleContext:
         with self._shared.clock.within("rewarding"):
             return await self._shared.rewarder.ask(judge, messages, ("ask", digest, draw), **params)
 
-    def _issue(self, n: int) -> range:
-        first, self._issued = self._issued, self._issued + n
+    def issue(self, n: int | None, exactly: bool = False) -> range:
+        """Numbers of `n` more siblings (default: sampling.samples_per_prompt); in evaluations of one, if not
+        `exactly`."""
+        if not exactly:
+            n = self._shared.n if n is None or self._shared.evaluates else n
+        first, self._issued = self._issued, self._issued + (n or 0)
         return range(first, self._issued)
 
     async def next_turns(
@@ -264,20 +325,38 @@ class SampleContext:
         siblings: Sequence[int],
         feedback: str | Sequence[Message] | None,
         params: Mapping[str, Any],
+        excess: int = 0,
+        tell: Tell | None = None,
     ) -> list[Rollout]:
-        """One more turn for each sibling, all after the same steps and feedback. None: the same turn goes on."""
+        """One more turn for each sibling, all after the same steps and feedback. None: the same turn goes on. `excess`:
+        tokens of the context that count as steps, because it is longer than a prompt. `tell`: of a single sibling,
+        called while the turn is generated."""
         shared, modality = self._shared, self._shared.modality
-        added = None if feedback is None else modality.between_turns(rollout.content, feedback)
+        added = None
+        if feedback is not None:
+            added = modality.between_turns(rollout.content, self._with_calls(rollout, feedback))
         num_steps = rollout.num_steps + (added.num_steps if added is not None else 0)
         sampling = modality.next_params(
-            params, greedy=shared.greedy, temperature=rollout.temperature, num_steps=num_steps
+            params, greedy=shared.greedy, temperature=rollout.temperature, num_steps=num_steps + excess
         )
         if sampling is None:
             return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]
-        return await self._continue(rollout, siblings, added, sampling)
+        return await self._continue(rollout, siblings, added, sampling, tell)
+
+    def _with_calls(self, rollout: Rollout, feedback: str | Sequence[Message]) -> str | Sequence[Message]:
+        """Before results of tools, the calls that they answer: some chat templates repeat their names or ids."""
+        if isinstance(feedback, str) or not feedback or feedback[0].get("role") != "tool":
+            return feedback
+        calls = [{"id": call.id, "function": {"name": call.name}} for call in self._said(rollout).calls]
+        return [{"role": "assistant", "tool_calls": calls}, *feedback]
 
     async def _continue(
-        self, start: Rollout, siblings: Sequence[int], added: Content | None, params: SamplingParams
+        self,
+        start: Rollout,
+        siblings: Sequence[int],
+        added: Content | None,
+        params: SamplingParams,
+        tell: Tell | None = None,
     ) -> list[Rollout]:
         """Generate one turn per sibling after `start` and `added`.
 
@@ -288,7 +367,11 @@ class SampleContext:
         content = start.content if added is None else start.content.extended(added)
         requests = [Request(content, params, noise_key(*shared.noise_root, prompt.id, s)) for s in siblings]
         with shared.clock.within("generation"):
-            completions = await shared.pool.generate(requests, priority=prompt.id, key=(shared.evaluates, prompt.id))
+            line: dict[str, Any] = {"priority": prompt.id, "key": (shared.evaluates, prompt.id)}
+            if tell is None:
+                completions = await shared.pool.generate(requests, **line)
+            else:
+                completions = [await self._in_pieces(request, line, partial(tell, content)) for request in requests]
         wholes = [content.extended(c.content) for c in completions]
         outputs = turns = await shared.modality.outputs(wholes)
         if content.num_steps:
@@ -296,6 +379,21 @@ class SampleContext:
         between = content.num_steps - start.num_steps  # feedback
         parts = zip(siblings, completions, wholes, outputs, turns, strict=True)
         return [_joined(start, s, between, c, whole, output, turn) for s, c, whole, output, turn in parts]
+
+    async def _in_pieces(
+        self, request: Request, line: Mapping[str, Any], tell: Callable[[Completion], Awaitable[None]]
+    ) -> Completion:
+        """The same completion, as several requests: each continues at the end of the one before, with the same noise,
+        as requests do that move to another replica."""
+        whole, left = None, request
+        while True:
+            params = dataclasses.replace(left.params, max_tokens=min(PIECE, left.params.max_tokens))
+            (piece,) = await self._shared.pool.generate([dataclasses.replace(left, params=params)], **line)
+            whole = piece if whole is None else whole.joined(piece)
+            left = left.after(piece)
+            if piece.finish != "length" or left.params.max_tokens <= 0:
+                return whole
+            await tell(whole)
 
 
 def _joined(

@@ -1,302 +1,286 @@
-"""An OpenAI-compatible endpoint of the policy, for agents that only know HTTP: `ctx.serve(prompt)` of a workflow.
+"""An endpoint of the policy by HTTP, for agents that only know HTTP: `ctx.serve(prompt)` of a workflow.
 
     workflow ──base_url, api_key──> agent ──POST BASE_URL/chat/completions──> Session ──> engines of the policy
                                                                                  └── records tokens and logprobs
     workflow <── session.rollout
 
-A session is one sample: its identity is in its address. Requests that continue a conversation continue from the
-recorded tokens: what the policy sampled is never tokenised again. A conversation that an agent changes or starts again
-is another rollout of the session (`session.rollouts`). The server runs in the controller, listens on the loopback
-interface only, while sessions are open, and asks for a token that is made for it.
+A session is one sample (session.py): its identity is in its address, its token in api_key. The paths and bodies of an
+address are those of the dialects (dialects/). Every controller has a server. By default it listens on a free port of
+the loopback interface, while sessions are open. With `endpoint.port` the first controller of each node also listens on
+that port, for the whole run, and passes requests on to the controllers of their sessions:
+
+    agent ──HOST:PORT/c3-p70-s0-9f3c/v1/...──> first controller of the node ──loopback──> controller 3
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import itertools
-import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+import socket
+import ssl
+from collections.abc import AsyncIterator, Sequence
 
+import aiohttp
+import psutil
 from aiohttp import web
 
-from gcore.content.text import PromptTooLong, TextModality
-from gcore.generation.noise import noise_key
-from gcore.types import Message, Prompt, Rollout, UserError
-from gcore.workflows.openai_format import (
-    BadRequest,
-    Body,
-    Turn,
-    assistant_message,
-    chat_response,
-    checked_messages,
-    events,
-    identity,
-    sampling_params,
-    text_response,
-)
+from gcore.config.run import Endpoint as Settings
+from gcore.protocols import ControllerGroup
+from gcore.types import SessionLeft, UserError
+from gcore.workflows.dialects import ROUTES
+from gcore.workflows.dialects.form import Ask, BadRequest, Body, Deltas, Route, Turn, encoded
+from gcore.workflows.session import Session
 
-if TYPE_CHECKING:
-    from gcore.workflows.context import SampleContext
-
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 MAX_BODY = 32 * 2**20  # bytes
-TOO_LONG = "context_length_exceeded"
-ROUTES = "POST chat/completions, POST completions or GET models, at session.base_url"
-MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "gcore"}]}
-
-
-@dataclasses.dataclass(slots=True)
-class Node:
-    """A conversation after a turn of the policy. `said`: the messages, or the text, up to the end of the turn."""
-
-    said: tuple[str, ...] | str
-    tools: str
-    rollout: Rollout
-    taken: set[int] = dataclasses.field(default_factory=set)  # numbers of its continuations, also of those under way
-
-    def begins(self, said: tuple[str, ...] | str, tools: str) -> bool:
-        """Whether the request continues it."""
-        length = len(self.said)
-        return (
-            type(said) is type(self.said) and tools == self.tools and length < len(said) and said[:length] == self.said
-        )
-
-
-class Session:
-    """One sample of the policy. `base_url` and `api_key` are for the agent's client, such as OpenAI(...)."""
-
-    def __init__(self, context: SampleContext, modality: TextModality, prompt: Prompt, sibling: int) -> None:
-        self._context, self._modality, self.prompt, self.sibling = context, modality, prompt, sibling
-        self.base_url = self.api_key = ""  # set by Endpoint.open
-        self.model = "policy"
-        self.failure: Exception | None = None  # of G-Core: the workflow cannot continue
-        self._nodes: list[Node] = []
-        self._roots = itertools.count()
-        self._requests = itertools.count()
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """One per conversation, in the order of their last turns. They are siblings of each other."""
-        return [node.rollout for node in self._nodes if not node.taken]
-
-    @property
-    def rollout(self) -> Rollout:
-        """The conversation of an agent that has only one."""
-        rollouts = self.rollouts
-        if len(rollouts) != 1:
-            raise RuntimeError(
-                f"the agent of sample {self.sibling} has made {len(rollouts)} conversations; expected one (use "
-                "session.rollouts for several: an agent that changes earlier messages starts another conversation)"
-            )
-        return rollouts[0]
-
-    @property
-    def client(self) -> Any:
-        """An object like openai.AsyncOpenAI for code in this process: `await client.chat.completions.create(...)`."""
-        chat = SimpleNamespace(completions=_client_of(self.chat))
-        return SimpleNamespace(chat=chat, completions=_client_of(self.complete), base_url=self.base_url)
-
-    async def chat(self, body: Body) -> Body:
-        """POST chat/completions."""
-        params, messages, tools = self._params(body), checked_messages(body), body.get("tools") or None
-        said = tuple(map(identity, messages))
-        rollout = await self._next_turn(said, messages, tools, params)
-        turn = self._turn(rollout)
-        message = assistant_message(turn.text, tools is not None, len(self._nodes))
-        self._nodes.append(Node((*said, identity(message)), json.dumps(tools, sort_keys=True), rollout))
-        return chat_response(self._name(), turn, message, body)
-
-    async def complete(self, body: Body) -> Body:
-        """POST completions: the prompt is used as it is, without the chat template."""
-        params, text = self._params(body), body.get("prompt")
-        if isinstance(text, list) and len(text) == 1:
-            text = text[0]
-        if not isinstance(text, str) or not text:
-            raise BadRequest("prompt: expected one string")
-        rollout = await self._next_turn(text, text, None, params)
-        turn = self._turn(rollout)
-        self._nodes.append(Node(text + turn.text, json.dumps(None), rollout))
-        return text_response(self._name(), turn, body)
-
-    def _params(self, body: Body) -> dict[str, Any]:
-        params = sampling_params(body)
-        most = self._modality.params({}, greedy=False).max_tokens
-        return {**params, "max_tokens": min(params.get("max_tokens", most), most)}
-
-    def _name(self) -> str:
-        return f"p{self.prompt.id}s{self.sibling}r{next(self._requests)}"
-
-    async def _next_turn(
-        self, said: tuple[str, ...] | str, whole: str | Sequence[Message], tools: Any, params: dict[str, Any]
-    ) -> Rollout:
-        """Of the longest conversation that the request continues (of equal ones, the one that was continued least), or
-        of a new one. `whole`: all messages, or the text, of the request."""
-        described = json.dumps(tools, sort_keys=True)
-        continued = [node for node in self._nodes if node.begins(said, described)]
-        if continued:
-            node = max(continued, key=lambda node: (len(node.said), -len(node.taken)))
-            return await self._continue(node, whole[len(node.said) :], params)
-        number = next(self._roots)
-        sibling = self.sibling if not number else noise_key("conversation", self.sibling, number) >> 16
-        try:
-            content = self._modality.opening(whole, tools)
-            (rollout,) = await self._context.first_turn(self.prompt, [sibling], content, params)
-        except PromptTooLong as error:
-            raise BadRequest(str(error), TOO_LONG) from None
-        return rollout
-
-    async def _continue(self, node: Node, feedback: str | Sequence[Message], params: dict[str, Any]) -> Rollout:
-        start, number = node.rollout, next(i for i in itertools.count() if i not in node.taken)
-        sibling = start.sibling
-        if number:  # another continuation of the same turn: a sample of its own
-            sibling = noise_key("fork", start.sibling, start.num_steps, number) >> 16
-        node.taken.add(number)
-        try:
-            (rollout,) = await self._context.next_turns(start, [sibling], feedback, params)
-            if rollout.num_steps == start.num_steps:
-                node.rollout = dataclasses.replace(start, finish="length")
-                raise BadRequest(
-                    f"the conversation has {start.num_steps} tokens after its first messages; generation."
-                    "max_response_length leaves none for another turn",
-                    TOO_LONG,
-                )
-        except BaseException:
-            node.taken.discard(number)  # without others, it is still the end of its conversation
-            raise
-        return rollout
-
-    def _turn(self, rollout: Rollout) -> Turn:
-        steps = rollout.num_steps
-        own = next((i for i in range(steps) if not rollout.mask_S[steps - 1 - i]), steps)  # of the last turn
-        texts = self._modality.step_texts(rollout.content)[steps - own :]
-        logprobs = [(text, float(p)) for text, p in zip(texts, rollout.logprobs_S[steps - own :], strict=True)]
-        return Turn(str(rollout.turn), rollout.finish, rollout.content.size - own, logprobs)
+OF_A_HOP = ("host", "connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade")  # not passed on
+MODEL = {
+    **{"id": "policy", "object": "model", "created": 0, "owned_by": "gcore"},
+    **{"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"},
+}
+MODELS = {"object": "list", "data": [MODEL], "has_more": False, "first_id": "policy", "last_id": "policy"}
+EXPECTED = ", ".join(f"POST {path}" for path in ROUTES) + " or GET models, at session.base_url"
 
 
 class Endpoint:
-    """The server of one controller. It runs while at least one session is open."""
+    """The server of one controller. Without `endpoint.port` it runs while at least one session is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._sessions: dict[str, Session] = {}
-        self._token = ""
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        self._port = 0  # of this server; the sessions' address may have another one
         self._lock = asyncio.Lock()
+        self._rank = 0
+        self._peers: dict[int, int] = {}  # of the controllers of this node: the ports of their servers
+        self._http: aiohttp.ClientSession | None = None  # to pass requests on
+
+    # ---- addresses ------------------------------------------------------------------------------------------------
+
+    async def join(self, group: ControllerGroup) -> None:
+        """Call once before the first session, on every controller. With `endpoint.port` the server starts here."""
+        self._rank = group.rank
+        if not self._settings.port:
+            return
+        await self._start(LOOPBACK, 0, None)
+        nodes = await group.all_gather("servers of endpoints", (socket.gethostname(), self._port))
+        self._peers = {rank: port for rank, (node, port) in enumerate(nodes) if node == nodes[self._rank][0]}
+        error = ""
+        if self._rank == min(self._peers):
+            try:
+                assert self._runner is not None
+                await self._listen(self._runner, self._host(), self._settings.port, self._tls())
+            except UserError as unable:
+                error = str(unable)
+        errors = await group.all_gather("ports of endpoints", error)
+        if error := next(filter(None, errors), ""):
+            await self.close()
+            raise UserError(error)
+
+    async def close(self) -> None:
+        runner, self._runner, http, self._http = self._runner, None, self._http, None
+        if http is not None:
+            await http.close()
+        if runner is not None:
+            await runner.cleanup()
+
+    def _host(self) -> str:
+        """The address of the interface."""
+        addresses = psutil.net_if_addrs().get(self._settings.host)
+        if addresses is None:
+            return self._settings.host
+        found = [address.address for address in addresses if address.family == socket.AF_INET]
+        if not found:
+            raise UserError(f"endpoint.host={self._settings.host}: this interface has no IPv4 address; expected one")
+        return found[0]
+
+    def _tls(self) -> ssl.SSLContext | None:
+        certificate, key = self._settings.tls_certificate, self._settings.tls_key
+        if certificate is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(certificate, key)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"endpoint.tls_certificate={certificate}, endpoint.tls_key={key}: {error}; expected files in PEM"
+            ) from None
+        return context
+
+    # ---- sessions -------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def open(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
-        names = [f"p{s.prompt.id}-s{s.sibling}-{secrets.token_hex(4)}" for s in sessions]
+        names = [f"c{self._rank}-p{s.prompt.id}-s{s.sibling}-{secrets.token_hex(4)}" for s in sessions]
+        watch: asyncio.Task[None] | None = None
         try:
             async with self._lock:
                 self._sessions |= dict(zip(names, sessions, strict=True))
                 if self._runner is None:
-                    await self._start()
+                    await self._start(self._host(), 0, self._tls())
+            scheme = "http" if self._settings.tls_certificate is None else "https"
+            host, port = self._host(), self._settings.port or self._port
             for name, session in zip(names, sessions, strict=True):
-                session.base_url, session.api_key = f"http://{HOST}:{self._port}/{name}/v1", self._token
-            yield
+                session.base_url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/{name}/v1"
+                session.api_key = secrets.token_urlsafe(24)
+            async with asyncio.timeout(None) as scope:
+                watch = asyncio.create_task(self._watch(sessions, scope))
+                yield
         except Exception as error:
             for session in sessions:
                 if session.failure is not None:  # what the agent raised is a consequence of it
                     raise session.failure from error
             raise
         finally:
+            if watch is not None:
+                watch.cancel()
             for name in names:
                 self._sessions.pop(name, None)
             async with self._lock:
-                if not self._sessions and self._runner is not None:
-                    runner, self._runner = self._runner, None
-                    await runner.cleanup()
+                if not self._sessions and not self._settings.port:
+                    await self.close()
         for session in sessions:
             if session.failure is not None:
                 raise session.failure
 
-    async def _start(self) -> None:
-        self._token = secrets.token_urlsafe(24)
+    async def _watch(self, sessions: Sequence[Session], scope: asyncio.Timeout) -> None:
+        """Ends the block of the workflow if a session was left by its agent."""
+        limit = self._settings.idle_timeout_s
+        while True:
+            longest = max(sessions, key=Session.idle_s, default=None)
+            if longest is None:
+                return
+            if (left := limit - longest.idle_s()) > 0:
+                await asyncio.sleep(left)
+                continue
+            longest.failure = SessionLeft(
+                f"sample {longest.sibling}: its agent has sent no request for {limit:g} s "
+                f"(endpoint.idle_timeout_s, prompt {longest.prompt.id})"
+            )
+            scope.reschedule(asyncio.get_running_loop().time())
+            return
+
+    async def _start(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         app = web.Application(client_max_size=MAX_BODY)
-        app.router.add_post("/{session}/v1/chat/completions", self._serve(Session.chat))
-        app.router.add_post("/{session}/v1/completions", self._serve(Session.complete))
-        app.router.add_get("/{session}/v1/models", self._models)
-        app.router.add_route("*", "/{rest:.*}", self._unsupported)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        app.router.add_route("*", "/{session}/{path:.*}", self._serve)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        # A request that its client gave up is cancelled.
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         try:
             await runner.setup()
-            await web.TCPSite(runner, HOST, 0).start()
+            await self._listen(runner, host, port, tls)
         except BaseException:  # also if the workflow is cancelled: the next one starts it again
             await runner.cleanup()
             raise
         self._runner, self._port = runner, runner.addresses[0][1]
 
-    def _session(self, request: web.Request) -> Session | web.Response:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if not secrets.compare_digest(given.encode(), self._token.encode()):
-            return _error(401, "the token (api_key) does not belong to this base_url", "invalid_api_key")
-        session = self._sessions.get(request.match_info["session"])
-        return session or _error(404, "no such session: its workflow has ended", "session_not_found")
+    async def _listen(self, runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        except OSError as error:
+            what = f"endpoint.host={self._settings.host}, endpoint.port={port}"
+            raise UserError(f"{what}: cannot listen there: {error.strerror or error}") from None
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        return session if isinstance(session, web.Response) else web.json_response(MODELS)
+    # ---- requests -------------------------------------------------------------------------------------------------
 
-    async def _unsupported(self, request: web.Request) -> web.Response:
-        path = request.path.partition("/v1/")[2] or request.path
-        return _error(404, f"{request.method} {path} is not supported; expected {ROUTES}", "unsupported_route")
+    async def _pass_on(self, request: web.Request, port: int) -> web.StreamResponse:
+        """To another controller of this node, which checks the token."""
+        if self._http is None:
+            without_limits = aiohttp.ClientTimeout(total=None)
+            connector = aiohttp.TCPConnector(limit=0)
+            self._http = aiohttp.ClientSession(timeout=without_limits, connector=connector, auto_decompress=False)
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in OF_A_HOP}
+        url = f"http://{LOOPBACK}:{port}{request.raw_path}"
+        body = request.content if request.body_exists else None
+        try:
+            async with self._http.request(request.method, url, headers=headers, data=body) as answer:
+                kept = {name: value for name, value in answer.headers.items() if name.lower() not in OF_A_HOP}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+        except aiohttp.ClientConnectionError as error:
+            return _error(None, 502, f"the controller of this session does not answer: {error}", "server_error")
+        await response.write_eof()
+        return response
 
-    def _serve(self, method: Callable[[Session, Body], Any]) -> Callable[[web.Request], Any]:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            session = self._session(request)
-            if isinstance(session, web.Response):
-                return session
-            try:
-                body = await request.json()
-                if not isinstance(body, dict):
-                    raise BadRequest("expected a JSON object")
-                response = await method(session, body)
-            except UserError as error:
-                return _error(400, str(error), getattr(error, "code", "invalid_request_error"))
-            except ValueError as error:
-                return _error(400, f"the body is not valid: {error}", "invalid_request_error")
-            except Exception as error:  # an engine died, or an error in G-Core: the workflow raises it
-                session.failure = session.failure or error
-                return _error(500, f"{type(error).__name__}: {error}", "server_error")
-            if not body.get("stream"):
-                return web.json_response(response)
-            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await stream.prepare(request)
-            for event in events(response, body):
-                await stream.write(event)
-            await stream.write_eof()
-            return stream
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        rank = request.match_info.get("session", "").partition("-")[0].removeprefix("c")
+        if rank.isdecimal() and int(rank) != self._rank and int(rank) in self._peers:
+            return await self._pass_on(request, self._peers[int(rank)])
+        # Some clients put /v1 before their paths, even if it is the end of base_url.
+        version, _, path = request.match_info["path"].rstrip("/").replace("v1/v1/", "v1/", 1).partition("/")
+        route = ROUTES.get(path) if version == "v1" else None
+        if (request.method, version, path) == ("GET", "v1", "models"):
+            session = self._session(request, None)
+            return session if isinstance(session, web.Response) else web.json_response(MODELS)
+        if route is None or request.method != "POST":
+            asked = path if version == "v1" else request.path
+            message = f"{request.method} {asked} is not supported; expected {EXPECTED}"
+            return _error(route, 404, message, "unsupported_route")
+        session = self._session(request, route)
+        return session if isinstance(session, web.Response) else await self._answer(request, session, route)
 
-        return handler
+    def _session(self, request: web.Request, route: Route | None) -> Session | web.Response:
+        session = self._sessions.get(request.match_info.get("session", ""))
+        if session is None:
+            return _error(route, 404, "no such session: its workflow has ended", "session_not_found")
+        headers = request.headers
+        given = headers.get("x-api-key") or headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not secrets.compare_digest(given.encode(), session.api_key.encode()):
+            return _error(route, 401, "the token (api_key) does not belong to this base_url", "invalid_api_key")
+        return session
+
+    async def _answer(self, request: web.Request, session: Session, route: Route) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            body: Body = await request.json()
+            if not isinstance(body, dict):
+                raise BadRequest("expected a JSON object")
+            ask = _read(route, body)
+            if route.counts:
+                return web.json_response(route.answer(session.count(ask), body))
+            if not ask.stream or route.stream is None:
+                return web.json_response(route.answer(await session.turn(ask), body))
+            deltas = Deltas(route.stream(body))
+
+            async def so_far(turn: Turn) -> None:
+                if not response.prepared:  # errors before the first piece have a status of their own
+                    await response.prepare(request)
+                await response.write(encoded(deltas.so_far(turn)))
+
+            turn = await session.turn(ask, so_far)
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(encoded(deltas.end(turn)))
+        except ConnectionError:  # the agent has gone; what was sampled for it is recorded
+            return response
+        except UserError as error:
+            return _error(route, 400, str(error), getattr(error, "code", "invalid_request_error"))
+        except ValueError as error:
+            return _error(route, 400, f"the body is not valid: {error}", "invalid_request_error")
+        except Exception as error:  # an engine died, or an error in G-Core: the workflow raises it
+            session.failure = session.failure or error
+            if response.prepared:
+                return response
+            return _error(route, 500, f"{type(error).__name__}: {error}", "server_error")
+        await response.write_eof()
+        return response
 
 
-def _error(status: int, message: str, code: str) -> web.Response:
+def _read(route: Route, body: Body) -> Ask:
+    """What an agent's library makes wrong is its own error, wherever the dialect notices it."""
+    try:
+        return route.read(body)
+    except UserError:
+        raise
+    except Exception as error:
+        raise BadRequest(f"the body is not valid: {type(error).__name__}: {error}") from error
+
+
+def _error(route: Route | None, status: int, message: str, code: str) -> web.Response:
+    if route is not None and route.error is not None:
+        return web.json_response(route.error(status, message, code), status=status)
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response({"error": {"message": message, "type": kind, "code": code}}, status=status)
-
-
-def _client_of(method: Callable[[Body], Any]) -> SimpleNamespace:
-    """`create(messages=..., ...)`: the response with attributes, as OpenAI's library returns it."""
-
-    async def create(**body: Any) -> Any:
-        extra = body.pop("extra_body", None) or {}
-        return json.loads(json.dumps(await method({**body, **extra})), object_hook=Fields)
-
-    return SimpleNamespace(create=create)
-
-
-class Fields(dict[str, Any]):
-    """A JSON object with attributes; fields that are missing are None."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.get(name)
-
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        return self

@@ -13,28 +13,17 @@ import asyncio
 import contextvars
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from gcore.protocols import Context
 from gcore.types import Message, Prompt, Rollout
+from gcore.workflows.tool_formats import HERMES, TAGGED, ToolCall
 
-TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 THREADS = ThreadPoolExecutor(256, "tool")  # a tool that hangs keeps its thread: not asyncio's own ones
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """ToolCall("add", {"a": 27, "b": 58}). `error`: why the text is not a call; then the name is empty."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""
 
 
 Parser = Callable[[str], Sequence[ToolCall]]
@@ -44,25 +33,12 @@ Feedback = Callable[[Sequence[str]], str | Sequence[Message]]
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """All calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of a response, as Hermes and Qwen write."""
-    return [_call(body) for body in TAGGED.findall(text)]
+    return HERMES.find_calls(text)[0]
 
 
 def without_tool_calls(text: str) -> str:
     """The rest of a response that has calls."""
     return TAGGED.sub("", text).strip()
-
-
-def _call(body: str) -> ToolCall:
-    try:
-        call = json.loads(body)
-    except ValueError as error:
-        return ToolCall("", error=f"the call is not JSON: {error}")
-    match call:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return ToolCall(name, arguments)
-        case {"name": str(name)} if "arguments" not in call:
-            return ToolCall(name)
-    return ToolCall("", error='expected {"name": ..., "arguments": {...}}')
 
 
 async def run_tools(calls: Sequence[ToolCall], tools: Tools, timeout_s: float = 30.0) -> list[str]:
@@ -105,7 +81,7 @@ async def use_tools(
     *,
     n: int | None = None,
     max_turns: int = 8,
-    parse: Parser = parse_tool_calls,
+    parse: Parser | None = None,
     feedback: Feedback = as_messages,
     describe: bool = True,
     timeout_s: float = 30.0,
@@ -114,15 +90,18 @@ async def use_tools(
     """`n` samples that may call tools for up to `max_turns` turns; then they are rewarded with `ctx.reward`.
 
     `tools`: functions by name, or a list of them. `describe`: pass their schemas to the chat template.
-    `parse`: text of a turn -> calls. `feedback`: results -> messages, or text for a model without a chat template.
+    `parse`: text of a turn -> calls; without it, by the format of the policy's chat template (tool_formats.py).
+    `feedback`: results -> messages, or text for a model without a chat template.
     """
     named = tools if isinstance(tools, Mapping) else {function.__name__: function for function in tools}
-    schemas = {"tools": [tool_schema(function, name) for name, function in named.items()]} if describe else {}
-    group = await ctx.generate(prompt, n, **schemas, **params)
+    described = [tool_schema(function, name) for name, function in named.items()] if describe else []
+    group = await ctx.generate(prompt, n, **({"tools": described} if describe else {}), **params)
 
     async def converse(rollout: Rollout) -> Rollout:
         for _ in range(max_turns):
-            calls = parse(rollout.turn) if rollout.finish == "stop" else ()
+            if rollout.finish != "stop":
+                break
+            calls = ctx.read(rollout, described).calls if parse is None else parse(rollout.turn)
             if not calls:
                 break
             results = await run_tools(calls, named, timeout_s)

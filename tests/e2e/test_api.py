@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -16,7 +17,8 @@ from gcore import UserError, evaluate, train
 from gcore.clients import TrainerClient
 from gcore.controller.evaluation import pass_at_k
 from gcore.generation.pool import EnginePool
-from tests.e2e.helpers import RECIPE, environment, steps
+from tests.e2e.helpers import RECIPE, environment, steps, untimed
+from tests.unit.test_endpoint_reach import free_port
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
@@ -155,7 +157,7 @@ def test_examples_of_environments_and_tools(tmp_path, monkeypatch, example):
     found = steps(result.rows)
     assert len(found) == 2 and all(row["rollout/logprob_diff_mean"] < 1e-5 for row in found)
     if example == "number_game":
-        assert {"reward/rubric", "reward/found", "reward/fast"} <= found[0].keys()
+        assert {"reward/environment", "reward/found", "reward/fast", "environment/turns"} <= found[0].keys()
         assert found[0]["response_length/max"] > 2
 
 
@@ -183,3 +185,44 @@ def test_a_script_sends_its_functions_to_the_processes_of_ray(tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment(), timeout=500)
     assert done.stdout.splitlines()[-1:] == ["36 True True"], done.stdout + done.stderr
+
+
+async def several_conversations(ctx, prompt):
+    """An agent that asks, then asks two sub-agents at once, and at last rewrites its history."""
+    question = prompt.columns["prompt"]
+
+    async def ask(http, session, text):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        async with http.post(f"{session.base_url}/chat/completions", json=body, headers=headers) as answer:
+            return (await answer.json())["choices"][0]["message"]["content"]
+
+    async def agent(http, session):
+        first = await ask(http, session, question)
+        await asyncio.gather(ask(http, session, "?1+1="), ask(http, session, "?2+2="))
+        await ask(http, session, f"{question}?{first};"[-10:])
+
+    async with ctx.serve(prompt) as sessions, aiohttp.ClientSession() as http:
+        await asyncio.gather(*(agent(http, session) for session in sessions))
+        group = [session.rollout for session in sessions]
+    return await ctx.reward(group)
+
+
+def test_trajectories_of_several_conversations_do_not_depend_on_controllers(tmp_path, monkeypatch):
+    """Each sampled token is an action of one sample. With two controllers both have the sessions of one port."""
+    found = []
+    for controllers in (1, 2):
+        with monkeypatch.context() as patched:
+            sampled, trained = recorded(patched)
+            tree = recipe(tmp_path, model={"build": BUILD}, controllers=controllers, endpoint={"port": free_port()})
+            tree["run"] = {**tree["run"], "name": f"with-{controllers}"}
+            tree["algorithm"] = {"loss_aggregation": "sequence_mean"}
+            result = train({**tree, "observe": {**tree["observe"], "eval_every": 0}}, workflow=several_conversations)
+        rows = steps(result.rows)
+        assert len(rows) == 2 and all(row["batch/samples"] == 48 for row in rows)
+        assert len(trained) == 2 * 48 * 4 and all(row["rollout/logprob_diff_max"] < 1e-5 for row in rows)
+        actions = sorted(tuple(sample.content.tokens_S[sample.mask_S].tolist()) for sample in trained)
+        made = [tuple(c.content.tokens_S.tolist()) for completions in sampled.values() for c in completions]
+        assert actions == sorted(made)
+        found.append([untimed(row) for row in rows])
+    assert found[0] == found[1]

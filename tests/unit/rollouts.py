@@ -101,7 +101,7 @@ class World:
         self.collectors = [self._collector(group) for group in self.groups]
 
     def _collector(self, group: LocalGroup) -> Collector:
-        shared: Any = SimpleNamespace(clock=StageClock(), least_siblings=2, baseline=None)
+        shared: Any = SimpleNamespace(clock=StageClock(), take_calls=Counter, least_siblings=2, baseline=None)
         source: Any = SimpleNamespace(at=prompt_at)
         rest = self.sampling, self._filter, self.reports.append, source, lambda: self.version
         return Collector(self.workflow, shared, group, *rest)

@@ -74,7 +74,7 @@ def oldest(group: list[Scored]) -> int:
 
 
 def answer(workflow: Any, prompts: int = 3, least: int = 2) -> Collected:
-    shared: Any = SimpleNamespace(clock=StageClock(), least_siblings=least, baseline=None)
+    shared: Any = SimpleNamespace(clock=StageClock(), take_calls=Counter, least_siblings=least, baseline=None)
     return run(answer_all(workflow, shared, [prompt_at(i) for i in range(prompts)], lambda _: None))
 
 
@@ -642,6 +642,7 @@ def test_pending_prompts_come_first_then_those_left_behind():
     world = World(sampling(prompts_per_step=12, deterministic=False), 2)
     for collector in world.collectors:
         collector.restore({**state, "rate": 1.0}, [])
+        assert collector.begun_again == len(state["pending"])
     run(world.train(1))
     assert world.started == [3, 9, 1, 7, 10, 12, 5, 4, 8, 11, 13, 15]  # first those of controller 0
     assert totals(world.steps[0]) == (9 + 3, 12, {"no_spread": 3}, 0)  # 3 of the 12 had been drawn before

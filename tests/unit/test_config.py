@@ -405,7 +405,7 @@ def test_recipes_have_names(capsys, tmp_path, monkeypatch):
     assert main(["recipes", "quickstart"]) == 0
     assert capsys.readouterr().out == (ROOT / "recipes" / "quickstart.yaml").read_text()
     assert main(["recipes", "quickstrat"]) == 2
-    assert "no such recipe; expected one of audio" in capsys.readouterr().err
+    assert "no such recipe; expected one of agent, audio" in capsys.readouterr().err
     assert main(["train", "quickstrat"]) == 2 and "did you mean quickstart?" in capsys.readouterr().err
     (tmp_path / "quickstart").write_text("run: {stepz: 1}")  # the user's file of this name is first
     assert "run.stepz: unknown key" in refused("quickstart")

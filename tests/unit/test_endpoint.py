@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from gcore.config.generation import Generation
+from gcore.config.run import Endpoint as Settings
+from gcore.content.media import png_url
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import RoleDied
 from gcore.types import Completion, Prompt, Request
 from gcore.workflows.context import SampleContext, SharedContext
-from gcore.workflows.openai_format import identity
+from gcore.workflows.dialects.form import identity
+from gcore.workflows.endpoint import Endpoint
 from tests.unit.test_evaluation import config_of
 
 ALPHABET = '0123456789+=[]; {}":,_<>/abcdefghijklmnopqrstuvwxyz'
@@ -33,16 +36,28 @@ class Engines:
 
     def __init__(self, tokenizer: Any, texts: list[str]) -> None:
         self.tokenizer, self.texts, self.requests, self.made = tokenizer, texts, list[Request](), list[Completion]()
+        self.hold, self.cancelled, self.num_turns, self.left = asyncio.Event(), 0, 0, dict[int, int]()
+        self.hold.set()
 
     async def generate(self, requests: list[Request], priority: int, key: Any) -> list[Completion]:
-        await asyncio.sleep(0)
+        try:
+            await asyncio.sleep(0)
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         found = []
         for request in requests:
-            text = self.texts[len(self.made) % len(self.texts)]
+            text = self.texts[self.num_turns % len(self.texts)]
             if text == "!":
                 raise RoleDied("engine-0", "gone")
             ids = np.append(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id)
-            ids = ids.astype(np.int32)[: request.params.max_tokens]
+            done = self.left.pop(request.noise_key, 0)  # by an earlier piece of a turn that is streamed
+            ids = ids.astype(np.int32)[done:][: request.params.max_tokens]
+            if ids[-1] == self.tokenizer.eos_token_id or request.params.max_tokens != 16:
+                self.num_turns += 1
+            else:
+                self.left[request.noise_key] = done + len(ids)
             logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / (10 + len(self.made))
             finish = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
             self.made.append(Completion(Tokens.steps(ids), logprobs, np.zeros(len(ids), np.int32), finish))
@@ -52,15 +67,22 @@ class Engines:
 
 
 class World:
-    def __init__(self, *texts: str, greedy: bool = False) -> None:
+    def __init__(self, *texts: str, greedy: bool = False, **endpoint: Any) -> None:
         self.tokenizer = build_char_tokenizer(ALPHABET)
         self.tokenizer.chat_template = TEMPLATE
         self.engines = Engines(self.tokenizer, list(texts))
         stops = (self.tokenizer.eos_token_id,)
         self.modality = TextModality(Generation(max_response_length=64), self.tokenizer, stops, 40)
-        shared = SharedContext(config_of(), self.engines, SimpleNamespace(), self.modality, greedy=greedy)  # type: ignore
-        self.ctx = SampleContext(shared)
+        self.endpoint = Endpoint(Settings(**endpoint))
+        parts: Any = config_of(), self.engines, SimpleNamespace(), self.modality
+        self.shared = SharedContext(*parts, greedy=greedy, endpoint=self.endpoint)
+        self.ctx = SampleContext(self.shared)
         self.prompt = Prompt(7, 7, ({"role": "user", "content": "1+1="},), "", Tokens(np.array([1], np.int32)))
+
+    def long(self, tokens: int) -> None:
+        """Responses of this length."""
+        self.modality._max_tokens = tokens
+        self.modality._params = self.modality._params.override({"max_tokens": tokens}, "")
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -113,7 +135,23 @@ def test_a_conversation_continues_from_the_recorded_tokens():
     assert (second["usage"]["prompt_tokens"], second["usage"]["completion_tokens"]) == (prompt_tokens, 3)
 
 
-def test_changed_messages_and_retries_are_samples_of_their_own():
+def trained(world: World, trajectory: Any) -> None:
+    """Each sampled token is an action of one segment, with its logprob, after the context it was sampled in."""
+    found = []
+    for segment in trajectory.trajectory:
+        ids, at = segment.content.tokens_T.tolist(), len(segment.content.tokens_P)
+        actions = segment.mask_S & (np.arange(segment.num_steps) >= segment.shared)
+        for step in np.flatnonzero(actions):
+            found.append((tuple(ids[: at + step]), ids[at + step], float(segment.logprobs_S[step])))
+    sampled = []
+    for request, made in zip(world.engines.requests, world.engines.made, strict=True):
+        ids = [*request.content.tokens_T.tolist(), *made.content.tokens_S.tolist()]
+        first = request.content.size
+        sampled += [(tuple(ids[:i]), ids[i], float(made.logprobs_S[i - first])) for i in range(first, len(ids))]
+    assert sorted(found) == sorted(sampled)
+
+
+def test_changed_messages_and_retries_are_segments_of_one_trajectory():
     world = World("1", "2", "3", "4")
 
     async def agent(http: Any, session: Any) -> None:
@@ -127,10 +165,81 @@ def test_changed_messages_and_retries_are_samples_of_their_own():
     rollouts = session.rollouts
     assert [r.text for r in rollouts] == ["1;u:6;a:2", "1;u:6;a:3", "4"]
     assert len({r.sibling for r in rollouts}) == 3 and rollouts[0].sibling == 0
+    assert [r.shared for r in rollouts] == [0, 0, 0]
     keys = [request.noise_key for request in world.engines.requests]
     assert keys[0] == keys[1] and len(set(keys)) == 3
-    with pytest.raises(RuntimeError, match="has made 3 conversations"):
-        _ = session.rollout
+    trajectory = session.rollout
+    assert [(r.text, r.shared) for r in trajectory.trajectory] == [("4", 0), ("1;u:6;a:3", 0), ("1;u:6;a:2", 2)]
+    trained(world, trajectory)
+
+
+THINKS = (  # as DeepSeek-R1 and Qwen3: thoughts are stripped from turns before the last question
+    "{% set last = messages | selectattr('role', 'equalto', 'user') | list | length %}{% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.n = ns.n + 1 %}{% endif %}"
+    "{{ m['role'][0] + ':' }}{{ m['content'].split('</think>')[-1] if ns.n < last else m['content'] }}{{ ';' }}"
+    "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def test_a_template_that_strips_thoughts_makes_a_segment_per_question():
+    """Three questions, each with a tool call: the turns of one question are one segment."""
+    world = World(*(f"<think>{i}</think>{i}" for i in range(6)))
+    world.tokenizer.chat_template = THINKS
+    world.long(80)
+
+    async def agent(http: Any, session: Any) -> None:
+        messages: list[Any] = []
+        for question in "789":
+            for said in (user(question), {"role": "tool", "content": "0"}):
+                messages.append(said)
+                status, answer = await post(http, session, messages=messages)
+                assert status == 200, answer
+                messages.append(answer["choices"][0]["message"])
+
+    _, (session,) = world.run(agent)
+    trajectory = session.rollout
+    assert len(trajectory.trajectory) == 3 and trajectory.sibling != session.sibling
+    last, second, first = (r.content.tokens_P.tolist() for r in trajectory.trajectory)
+    assert first == world.ids("u:7;a:")
+    assert second == world.ids("u:7;a:0;t:0;a:1;u:8;a:")
+    assert last == world.ids("u:7;a:0;t:0;a:1;u:8;a:2;t:0;a:3;u:9;a:")
+    assert trajectory.text == "<think>4</think>4;t:0;a:<think>5</think>5"
+    trained(world, trajectory)
+    asked = world.engines.requests[-1]  # the context may be longer than a prompt: the response has less room
+    assert asked.content.size + asked.params.max_tokens <= 40 + 80
+
+
+def test_conversations_that_begin_in_parallel_have_the_noise_of_their_messages():
+    def keys(order: str) -> dict[int, int]:
+        world = World("1")
+
+        async def main() -> None:
+            async with world.ctx.serve(world.prompt, 1) as (session,):
+                await session.post("chat/completions", {"messages": [user("5")]})
+                await asyncio.gather(*(session.post("chat/completions", {"messages": [user(text)]}) for text in order))
+
+        asyncio.run(main())
+        return {request.content.size * 100 + int(request.content.tokens_P[2]): request.noise_key
+                for request in world.engines.requests}  # fmt: skip
+
+    assert keys("678") == keys("867") and len(set(keys("678").values())) == 4
+
+
+def test_an_agent_that_gives_up_a_request_does_not_train_it():
+    """The client disconnects: the engine's request is cancelled. The agent asks again, with the same noise."""
+    world = World("1")
+    world.engines.hold = asyncio.Event()
+
+    async def agent(http: Any, session: Any) -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(post(http, session, messages=[user("5")]), 0.3)
+        while not world.engines.cancelled:
+            await asyncio.sleep(0.01)
+        world.engines.hold.set()
+        assert (await post(http, session, messages=[user("5")]))[0] == 200
+
+    _, (session,) = world.run(agent)
+    assert session.rollout.segments == () and session.rollout.sibling == 0
 
 
 def test_a_continuation_after_one_that_was_cancelled_is_a_sample_of_its_own():
@@ -139,13 +248,13 @@ def test_a_continuation_after_one_that_was_cancelled_is_a_sample_of_its_own():
 
     async def main() -> list[int]:
         async with world.ctx.serve(world.prompt, 1) as (session,):
-            said = (await session.chat({"messages": [user("5")]}))["choices"][0]["message"]
+            said = (await session.post("chat/completions", {"messages": [user("5")]}))["choices"][0]["message"]
             body = {"messages": [user("5"), said, user("6")]}
-            first, second = (asyncio.ensure_future(session.chat(body)) for _ in range(2))
+            first, second = (asyncio.ensure_future(session.post("chat/completions", body)) for _ in range(2))
             await asyncio.sleep(0)  # both have asked the engine
             first.cancel()
             await asyncio.wait([first])
-            await session.chat(body)
+            await session.post("chat/completions", body)
             await second
             return [rollout.sibling for rollout in session.rollouts]
 
@@ -183,8 +292,7 @@ def test_completions_continue_text():
 def test_tool_calls_come_back_as_objects():
     calls = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2
     world = World("so " + calls, "2")
-    world.modality._max_tokens = 300  # type: ignore[attr-defined]
-    world.modality._params = world.modality._params.override({"max_tokens": 300}, "")  # type: ignore[attr-defined]
+    world.long(300)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
     async def agent(http: Any, session: Any) -> Any:
@@ -201,22 +309,99 @@ def test_tool_calls_come_back_as_objects():
     assert session.rollout.text.endswith(";t:1;t:1;a:2")
 
 
+async def streamed(http: Any, session: Any, path: str = "chat/completions", **body: Any) -> tuple[str, list[Any]]:
+    """The content type, and the data of the events with the names that they have."""
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with http.post(f"{session.base_url}/{path}", json={**body, "stream": True}, headers=headers) as answer:
+        text, kind = (await answer.read()).decode(), answer.headers["Content-Type"]
+    events = []
+    for block in text.split("\n\n")[:-1]:
+        lines = dict(line.split(": ", 1) for line in block.split("\n"))
+        data = lines["data"] if lines["data"] == "[DONE]" else json.loads(lines["data"])
+        events.append((lines["event"], data) if "event" in lines else data)
+    return kind, events
+
+
+LONG = "<think>1 < 2, so</think>abc 123 [4] " * 2 + "<5> end"
+
+
 def test_streams():
-    world = World("12")
+    """Deltas come while the engine generates: pieces of 16 tokens, each of them a request with the same noise."""
+    world = World(LONG)
+    world.long(200)
+    body = {"messages": [user("5")], "stream_options": {"include_usage": True}, "logprobs": True}
 
     async def agent(http: Any, session: Any) -> Any:
-        headers = {"Authorization": f"Bearer {session.api_key}"}
-        body = {"messages": [user("5")], "stream": True, "stream_options": {"include_usage": True}}
-        async with http.post(f"{session.base_url}/chat/completions", json=body, headers=headers) as answer:
-            return answer.headers["Content-Type"], (await answer.read()).decode()
+        found = await streamed(http, session, **body)
+        return found, (await post(http, session, messages=[user("5")]))[1]
 
-    (kind, text), _ = world.run(agent)
+    ((kind, events), whole), (session,) = world.run(agent)
     assert kind == "text/event-stream"
-    *chunks, done = (line.removeprefix("data: ") for line in text.split("\n\n") if line)
-    chunks = [json.loads(chunk) for chunk in chunks]
+    *chunks, done = events
     assert done == "[DONE]" and chunks[0]["object"] == "chat.completion.chunk"
-    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == "12"
-    assert chunks[1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["usage"]["completion_tokens"] == 3
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert deltas[0] == {"role": "assistant", "content": ""} and len(deltas) > 5
+    message = {part: "".join(d.get(part, "") for d in deltas) for part in ("content", "reasoning_content")}
+    assert message == {
+        "reasoning_content": "1 < 2, so",
+        "content": "abc 123 [4] <think>1 < 2, so</think>abc 123 [4] <5> end",
+    }
+    assert whole["choices"][0]["message"] == {"role": "assistant", **message}
+    last, usage = chunks[-2:]
+    assert last["choices"][0]["finish_reason"] == "stop" and usage["usage"] == whole["usage"]
+    *requests, one = world.engines.requests
+    assert len(requests) == -(-(len(LONG) + 1) // 16) and all(r.params.max_tokens <= 16 for r in requests)
+    assert len({r.noise_key for r in requests}) == 1 != one.noise_key
+    assert [r.position for r in requests] == list(range(0, len(LONG) + 1, 16))
+    streamed_rollout, plain = session.rollouts
+    assert streamed_rollout.content.tokens_S.tolist() == plain.content.tokens_S.tolist()
+    assert len(last["choices"][0]["logprobs"]["content"]) == len(LONG) + 1
+
+
+def test_a_stream_does_not_show_calls_as_text():
+    world = World('so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    world.long(200)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+    async def agent(http: Any, session: Any) -> Any:
+        return (await streamed(http, session, messages=[user("5")], tools=tools))[1]
+
+    events, _ = world.run(agent)
+    deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+    assert "".join(d.get("content", "") for d in deltas) == "so"
+    (calls,) = [d["tool_calls"] for d in deltas if "tool_calls" in d]
+    assert [(c["index"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [
+        (0, "add", {"a": 1})
+    ]
+    assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_an_agent_that_leaves_in_the_middle_of_a_stream_trains_nothing_of_it():
+    world = World("1" * 60, "2")
+
+    async def agent(http: Any, session: Any) -> None:
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        body = {"messages": [user("5")], "stream": True}
+        async with http.post(f"{session.base_url}/chat/completions", json=body, headers=headers) as answer:
+            await answer.content.readany()
+            world.engines.hold.clear()
+            answer.close()
+        while not world.engines.cancelled:
+            await asyncio.sleep(0.01)
+        world.engines.hold.set()
+        world.engines.texts, world.engines.left = ["2"], {}
+        await post(http, session, messages=[user("5")])
+
+    _, (session,) = world.run(agent)
+    assert session.rollout.text == "2" and session.rollout.segments == ()
+
+
+PNG = png_url(np.zeros((2, 2, 3), np.uint8))
+
+
+def picture(url: str) -> dict[str, Any]:
+    parts = [{"type": "text", "text": "5"}, {"type": "image_url", "image_url": {"url": url}}]
+    return {"role": "user", "content": parts}
 
 
 def test_refusals_say_what_is_wrong():
@@ -228,7 +413,10 @@ def test_refusals_say_what_is_wrong():
         "tool_choice: got": {"messages": asked, "tool_choice": "required"},
         "temperature: got": {"messages": asked, "temperature": "hot"},
         "messages: expected a list": {"messages": []},
-        "only text is supported": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "neither text nor image_url": {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "nothing is downloaded": {"messages": [picture("https://example.com/a.png")]},
+        "an image for a model that takes none": {"messages": [picture(PNG)]},
+        "3 bytes that are no image": {"messages": [picture("data:image/png;base64,AAAA")]},
         "the last one is the assistant's": {"messages": [*asked, {"role": "assistant", "content": "x"}]},
         "expected at most data.max_prompt_length=40": {"messages": [user("5" * 50)]},
         "no token for the characters": {"messages": [user("Ü")]},
@@ -254,13 +442,16 @@ def test_other_routes_are_answered_with_those_that_there_are():
     world = World("12")
 
     async def agent(http: Any, session: Any) -> Any:
-        found = [await post(http, session, "responses", input="5"), await post(http, session, "models")]
+        found = [await post(http, session, "embeddings", input="5"), await post(http, session, "models")]
         session.base_url = session.base_url.removesuffix("/v1")
         return [*found, await post(http, session, messages=[user("5")])]
 
     found, _ = world.run(agent)
-    routes = "expected POST chat/completions, POST completions or GET models, at session.base_url"
-    for (status, body), asked in zip(found, ("POST responses", "POST models", "POST /p7-"), strict=True):
+    routes = (
+        "expected POST chat/completions, POST completions, POST responses, POST messages, POST messages/count_tokens "
+        "or GET models, at session.base_url"
+    )
+    for (status, body), asked in zip(found, ("POST embeddings", "POST models", "POST /c0-p7-"), strict=True):
         assert status == 404 and body["error"]["code"] == "unsupported_route"
         assert body["error"]["message"].startswith(asked) and body["error"]["message"].endswith(routes)
     assert not world.engines.made
@@ -332,36 +523,6 @@ def test_the_client_in_the_process():
     answer, (session,) = world.run(agent)
     assert answer.choices[0].message.content == "34" and answer.choices[0].message.tool_calls is None
     assert session.rollout.text == "12;u:6;a:34"
-
-
-def test_the_library_of_openai():
-    """The client of a stranger, if it is installed: parallel tool calls, a second turn, and a stream."""
-    openai = pytest.importorskip("openai")
-    world = World('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2, "34", "56")
-    world.modality._max_tokens = 300  # type: ignore[attr-defined]
-    world.modality._params = world.modality._params.override({"max_tokens": 300}, "")  # type: ignore[attr-defined]
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-
-    async def agent(_: Any, session: Any) -> str:
-        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-            assert [model.id async for model in client.models.list()] == ["policy"]
-            messages: list[Any] = [user("5")]
-            said = (
-                (await client.chat.completions.create(model="policy", messages=messages, tools=tools))
-                .choices[0]
-                .message
-            )
-            results = [{"role": "tool", "tool_call_id": c.id, "content": "2"} for c in said.tool_calls]
-            messages += [said, *results]
-            await client.chat.completions.create(model="policy", messages=messages, tools=tools)
-            messages += [{"role": "assistant", "content": "34"}, user("7")]
-            stream = await client.chat.completions.create(model="policy", messages=messages, tools=tools, stream=True)
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    text, (session,) = world.run(agent)
-    assert text == "56" and session.rollout.text.endswith(";t:2;t:2;a:34;u:7;a:56")
-    made = np.concatenate([one.content.tokens_S for one in world.engines.made])
-    assert np.array_equal(session.rollout.content.tokens_S[session.rollout.mask_S], made)
 
 
 def test_identity_ignores_what_libraries_change():

@@ -51,7 +51,8 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "checkpoint": (
         *("config", "content", "diffusion", "faults", "hub", "modalities", "models", "observe", "prompts", "weights"),
     ),
-    "workflows": ("config", "content", "generation", "prompts.answers", "protocols", "sandbox"),
+    "environments": ("config.environments", "observe", "processes", "user_files", "workflows.tools"),
+    "workflows": ("config", "content", "environments", "generation", "prompts.answers", "protocols", "sandbox"),
     # what is emulated and simulated is the code of a run
     "emulate": (
         *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.noise", "generation.spec", "hub"),
@@ -64,12 +65,12 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("protocols", "training", "weights"),
     ),
     "controller": (
-        *("checkpoint", "clients", "config", "content", "cost", "faults", "generation", "modalities", "observe"),
-        *("placement", "preparation", "prompts", "protocols", "rewarding", "sandbox", "task_group", "weights"),
-        "workflows",
+        *("checkpoint", "clients", "config", "content", "cost", "environments", "faults", "generation", "modalities"),
+        *("observe", "placement", "preparation", "prompts", "protocols", "rewarding", "sandbox", "task_group"),
+        *("weights", "workflows"),
     ),
     "launch": (
-        *("checkpoint", "clients", "config", "content", "controller", "cost", "emulate"),
+        *("checkpoint", "clients", "config", "content", "controller", "cost", "emulate", "environments"),
         *("faults", "generation", "hub", "modalities", "models", "observe", "placement", "preparation", "prompts"),
         *("planner", "protocols", "rewarding", "runtime", "sandbox", "training", "user_files", "weights"),
         "workflows",

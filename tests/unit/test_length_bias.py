@@ -102,7 +102,7 @@ def test_the_row_has_the_ratio_of_the_means():
         **dict.fromkeys(["samples", "groups", "reward", "no_spread", "clipped", "reward_drawn"], 1),
         **dict.fromkeys(["samples_drawn", "drawn", "pending", "age", "max_age", "max_length", "peak_rss_mb"], 1),
         **{"dropped": {}, "counts": {}, "parts": {}, "tokens": 30, "tokens_eligible": 160, "samples_eligible": 4},
-        **{"rewards": np.ones(1), "lengths": np.full(1, 30)},
+        **{"rewards": np.ones(1), "lengths": np.full(1, 30), "tool_calls": {}},
     }
     assert rollout_row([part], [])["rollout/length_bias"] == 0.75
     assert "rollout/length_bias" not in rollout_row([{**part, "tokens": 0, "tokens_eligible": 0}], [])

@@ -23,6 +23,7 @@ from gcore.observe import page, page_samples
 from gcore.observe.page import page_model, page_path, totals, write_pages, write_report
 from gcore.observe.page_data import Segment, covered, read_recording
 from gcore.observe.page_html import render
+from gcore.observe.report import failures_of, summary_text
 from gcore.observe.trace import Tracer, merge_traces
 from gcore.types import UserError
 from tests.unit.simulated import simulation
@@ -546,3 +547,29 @@ def test_the_parts_of_the_page_are_shipped() -> None:
     ]
     for part in {*page.PARTS, *page_samples.PARTS}:
         assert (root / "gcore" / "observe" / part).exists() and any(fnmatch.fnmatch(part, p) for p in patterns)
+
+
+def test_failed_episodes_are_a_table_by_environment_and_cause(tmp_path: Path) -> None:
+    rows = [
+        {
+            "step": step,
+            "reward/mean": 0.5,
+            "environment/source": f"game.py:{EVIL}",
+            "environment/episodes": 10 * step,
+            "environment/turns": float(step),
+            "environment/cause_hung": 2,
+            "environment/cause_died": 1,
+            "environment/failed_hung": step - 1,
+        }
+        for step in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = failures_of(rows)
+    assert [(f.cause, f.attempts, f.dropped) for f in found] == [("hung", 4, 1), ("died", 2, 0)]
+    text = summary_text(tmp_path)
+    assert "hung 4 times, 1 sample(s) dropped" in text and "30, 1.7 turns each" in text
+    (html,) = (path.read_text() for path in write_pages([tmp_path], tmp_path / "report.html"))
+    shown = Page(html).text
+    assert "Failed episodes" in shown and "hung" in shown and "Samples dropped" in shown
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    assert "Failed episodes" not in Page(write_pages([tmp_path], tmp_path / "report.html")[0].read_text()).text

@@ -15,10 +15,17 @@ COUNTS = ["groups", "no_spread", "clipped", "reward_drawn", "samples_drawn", "dr
 def part_of(rewards: np.ndarray) -> dict[str, object]:
     return {
         **dict.fromkeys([*COUNTS, "max_length", "peak_rss_mb", "samples_eligible"], 1),
-        **{"dropped": {}, "counts": {}, "parts": {}, "lengths": np.ones(len(rewards))},
+        **{"dropped": {}, "counts": {}, "tool_calls": {}, "parts": {}, "lengths": np.ones(len(rewards))},
         **dict.fromkeys(["samples", "tokens", "tokens_eligible"], len(rewards)),
         **{"reward": exact_sum(rewards.tolist()), "rewards": rewards},
     }
+
+
+def test_tool_calls_of_all_controllers_are_counted():
+    one, other = part_of(np.ones(2)), {**part_of(np.ones(2)), "tool_calls": {"calls": 3, "unparsed_calls": 1}}
+    row = rollout_row([other, one, other], [])
+    assert (row["tools/calls"], row["tools/unparsed_calls"]) == (6, 2)
+    assert "tools/calls" not in rollout_row([one], [])
 
 
 @pytest.mark.parametrize(("mean", "spread"), [(1e6, 1.0), (1e8, 1.0), (1e3, 1e-3), (0.5, 0.5), (-1e29, 1e20)])

@@ -1,21 +1,15 @@
-"""Tools with parallel calls, and environments in the style of verifiers, on scripted engines."""
+"""Tools with parallel calls, on scripted engines."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
-from gcore.types import UserError
 from gcore.workflows import (
     ToolCall,
-    environment_rows,
-    environment_workflow,
     parse_tool_calls,
     run_tools,
     tool_schema,
@@ -138,94 +132,3 @@ def test_turns_are_limited():
         use_tools(world_of(call("now"), length=50).ctx, world.prompt, {"now": lambda: "1"}, n=1, max_turns=30)
     )
     assert rollout.finish == "length"
-
-
-# ---- environments ---------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Score:
-    reward: float
-    metrics: dict[str, float]
-
-
-class Rubric:
-    async def score_rollout(self, prompt: Any, completion: Any, answer: str, state: Any, **_: Any) -> Score:
-        right = float(completion[-1]["content"] == answer)
-        return Score(right, {"turns": state["turn"], "asked": len(prompt)})
-
-
-class Env:
-    """Multi-turn, with the older form of env_response, which returns the state too."""
-
-    system_prompt, max_turns = "play", 3
-    dataset = ({"question": "1", "answer": "3", "info": {"k": 1}},)
-    rubric = Rubric()
-
-    def setup_state(self, state: Any) -> Any:
-        return {**state, "seen": []}
-
-    def is_completed(self, messages: Any, state: Any) -> bool:
-        return messages[-1]["content"] == "3"
-
-    async def env_response(self, messages: Any, state: Any) -> Any:
-        state["seen"].append(messages[-1]["content"])
-        return [{"role": "user", "content": "no"}], state
-
-
-def prompt_of(world: World, env: Any) -> Any:
-    (row,) = environment_rows(env)
-    return dataclasses.replace(world.prompt, messages=tuple(row["prompt"]), columns=row)
-
-
-def test_an_environment_answers_between_turns():
-    env, world = Env(), World("1", "2", "3")
-    prompt = prompt_of(world, env)
-    assert prompt.messages == ({"role": "system", "content": "play"}, {"role": "user", "content": "1"})
-    world.ctx._shared.n = 1
-    (scored,) = asyncio.run(environment_workflow(env)(world.ctx, prompt))
-    assert (scored.reward, scored.parts) == (1.0, {"rubric": 1.0, "turns": 3.0, "asked": 2.0})
-    assert scored.rollout.text == "1;u:no;a:2;u:no;a:3"
-    world = World("1", "2")
-    world.ctx._shared.n = 1
-    (scored,) = asyncio.run(environment_workflow(env)(world.ctx, prompt_of(world, env)))
-    assert scored.reward == 0.0 and scored.parts["turns"] == 3  # max_turns
-
-
-def test_a_turn_that_found_no_room_is_not_scored():
-    """`proceed` then returns the sample as it was: its last turn must not be counted a second time."""
-    seen: list[Any] = []
-
-    class Full(Env):
-        max_turns = -1
-        rubric = SimpleNamespace(funcs=[lambda completion, state: seen.append((completion, state["turn"])) or 0.0])
-
-    world = World("1" * 60)
-    world.ctx._shared.n = 1
-    (scored,) = asyncio.run(environment_workflow(Full())(world.ctx, prompt_of(world, Full())))
-    assert scored.rollout.finish == "length" and scored.rollout.num_steps == 61
-    assert seen == [([{"role": "assistant", "content": "1" * 60}], 1)]
-
-
-def test_an_environment_with_its_own_rollout_gets_a_client():
-    class Own:
-        dataset = ({"prompt": [{"role": "user", "content": "1"}], "answer": "4"},)
-        rubric = SimpleNamespace(funcs=[lambda completion, answer: float(completion == answer)], weights=[2.0])
-
-        async def rollout(self, client: Any, model: str, prompt: Any, answer: str, **_: Any) -> Any:
-            said = await client.chat.completions.create(model=model, messages=prompt)
-            return said.choices[0].message.content, {"note": 1}
-
-    world = World("4", "5")
-    world.ctx._shared.n = 2
-    group = asyncio.run(environment_workflow(Own())(world.ctx, prompt_of(world, Own())))
-    assert sorted(s.reward for s in group) == [0.0, 2.0]
-    for scored, made in zip(group, world.engines.made, strict=True):
-        assert scored.rollout.content.tokens_S.tolist() == made.content.tokens_S.tolist()
-
-
-def test_an_environment_without_rows_is_refused():
-    with pytest.raises(UserError, match="has no dataset"):
-        environment_rows(SimpleNamespace())
-    with pytest.raises(UserError, match="a row has x; expected prompt or question"):
-        environment_rows(SimpleNamespace(dataset=[{"x": 1}]))

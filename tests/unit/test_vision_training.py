@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
 from gcore.config.base import Model
 from gcore.config.data import Data, Dataset
 from gcore.config.tree import Config
-from gcore.content.media import store
+from gcore.content.media import png_url, store
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
 from gcore.cost.shapes import model_shape, shape_of
@@ -42,7 +43,9 @@ from gcore.training.media_model import MediaLogprobModel
 from gcore.training.objective import StepData, step_columns
 from gcore.training.rank import TrainerRank
 from gcore.training.step_model import Compute
-from gcore.types import MicroBatch, MiniBatch, Request, Sample, SamplingParams, TrainBatch, UserError
+from gcore.types import MicroBatch, MiniBatch, Prompt, Request, Sample, SamplingParams, Scored, TrainBatch, UserError
+from gcore.workflows.context import SampleContext, SharedContext
+from gcore.workflows.dialects import chat
 from tests.e2e.test_vision import SMALL
 from tests.unit.test_training import batch_of, config_of
 from tests.unit.test_training import update as train
@@ -276,6 +279,60 @@ def test_decoded_pixels_are_counted_and_references_are_not(tmp_path):
     assert vision.take_bytes() == picture(0).nbytes == 768 and vision.take_bytes() == 0
     referred = vision.content(text, [("image", store(picture(0), tmp_path))])
     assert vision.take_bytes() == 0 and referred.context_bytes() == decoded.context_bytes()
+
+
+def test_images_by_http(tmp_path):
+    """An agent sends pictures as data URLs, in its first message and before a turn that is streamed. The trainer
+    computes the logprobs that the engine recorded, also of a trajectory that was saved with a checkpoint."""
+    config = config_with()
+    tokenizer = load_tokenizer(config.model)
+    generation = config.generation.model_copy(update={"max_response_length": 40})
+    vision = load_processor(config.model, tokenizer, tmp_path)
+    modality = TextModality(generation, tokenizer, (2,), 60, processor=vision)
+    network = network_of(config)
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=8, max_length=100))
+    pool = SimpleNamespace(generate=lambda requests, **_: engine.generate(requests))
+    context = SampleContext(SharedContext(config, pool, SimpleNamespace(), modality))  # type: ignore[arg-type]
+    (start,) = contents(config, tmp_path, [[]])
+    given = Prompt(7, 7, (), "", start)
+
+    def seen(seed: int) -> dict[str, Any]:
+        image = {"type": "image_url", "image_url": {"url": png_url(picture(seed))}}
+        return {"role": "user", "content": [image, {"type": "text", "text": "1+1="}]}
+
+    async def agent() -> Any:
+        async with context.serve(given, 1) as (session,):
+            first = await session.turn(chat.read_chat({"messages": [seen(0)], "max_tokens": 4}))
+            pieces = []
+
+            async def so_far(turn: Any) -> None:
+                pieces.append(turn.content)
+
+            body = {"messages": [seen(0), first.message, seen(1)], "max_tokens": 20}
+            await session.turn(chat.read_chat(body), so_far)
+            with pytest.raises(UserError, match="base64"):
+                await session.turn(chat.read_chat({"messages": [seen(0) | {"content": [
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}]}]}))  # fmt: skip
+            return session.rollout, pieces
+
+    rollout, pieces = asyncio.run(agent())
+    engine.close()
+    content = rollout.content
+    image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    places = np.concatenate([medium.places for medium in content.media])
+    assert len(content.media) == 2 and content.own_context and len(content.step_media) == 1
+    assert np.array_equal(np.flatnonzero(content.tokens_T == image), places) and rollout.segments == ()
+    assert [np.array_equal(m.array.read(), picture(i)) for i, m in enumerate(content.media)] == [True, True]
+    assert pieces or rollout.mask_S.sum() <= 4 + 16  # it is said piece by piece if it is long enough
+    write_pending_groups(tmp_path, 0, [[Scored(rollout, 1.0)]])
+    (((again),),) = load_pending_groups(tmp_path, lambda _: given)
+    for whole in (content, again.rollout.content):
+        assert whole.context_bytes() == content.context_bytes() and whole.digest() == content.digest()
+        sample = Sample(7, 0, whole, rollout.mask_S, rollout.logprobs_S)
+        model = MediaLogprobModel(network)
+        packed = model.pack(MicroBatch((((7, 0),),), whole.size), {(7, 0): sample}, type("One", (), {"size": 1}))
+        found = model(packed)[0].detach().numpy()
+        assert np.abs(found - rollout.logprobs_S)[rollout.mask_S].max() < 1e-5
 
 
 def test_images_of_tools_in_later_turns(tmp_path):

@@ -273,14 +273,24 @@ def test_messages_come_as_the_chat_template_writes_them():
     assert found.mask_S.tolist() == [True] * 2 + [False] * 6 + [True] * 2
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+def test_a_template_that_rewrites_earlier_turns_changes_no_token():
     tokenizer = build_char_tokenizer(TOKENIZER.alphabet)
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     ctx = context(Engine("1.", "2."), tokenizer=tokenizer)
     (first,) = run(ctx.generate(PROMPT, 1))
-    with pytest.raises(UserError, match=r"changes earlier turns.*pass a string"):
+    assert run(ctx.proceed(first, [{"role": "user", "content": "?"}])).text == "1?2"
+
+
+def test_a_template_without_the_words_of_the_assistant_is_refused():
+    tokenizer = build_char_tokenizer(TOKENIZER.alphabet)
+    tokenizer.chat_template = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    ctx = context(Engine("1.", "2."), tokenizer=tokenizer)
+    (first,) = run(ctx.generate(PROMPT, 1))
+    with pytest.raises(UserError, match="leaves out what the assistant says"):
         run(ctx.proceed(first, [{"role": "user", "content": "?"}]))
-    assert run(ctx.proceed(first, "?")).text == "1?2"
+    tokenizer.chat_template = "{{ raise_exception('no') if messages | length > 1 }}"
+    with pytest.raises(UserError, match="cannot write these messages: no"):
+        run(ctx.proceed(first, [{"role": "user", "content": "?"}]))
 
 
 @pytest.mark.parametrize(("added", "room"), [(7, 1), (8, 0), (9, 0)])
