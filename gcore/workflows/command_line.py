@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from gcore.protocols import Context
 from gcore.sandbox.base import KILLED, START, Command, Result, Sandbox, SandboxError
-from gcore.types import Prompt, Rollout, Scored, UserError, WorkflowError
+from gcore.types import EnvironmentFailure, Prompt, Rollout, Scored, UserError
 from gcore.workflows.session import Session
 
 SILENT, EXIT = "silent", "exit"  # causes, beside those of sandboxes
@@ -27,12 +27,11 @@ RETRIED = (START, KILLED, SILENT)
 SAID = 300  # characters of the output of an agent, in messages
 
 
-class AgentFailure(WorkflowError):
+class AgentFailure(EnvironmentFailure):
     """A run of an agent without a score. `cause`: exit, silent (no request to the policy), or one of a sandbox."""
 
     def __init__(self, cause: str, detail: str) -> None:
-        super().__init__(f"agent: {cause}: {detail}")
-        self.cause = cause
+        super().__init__(cause, f"agent: {cause}: {detail}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class AgentRun:
     prompt: Prompt
     result: Result
     box: Sandbox
-    rollouts: list[Rollout]  # one per conversation: of a plain agent one
+    rollout: Rollout  # all its conversations
 
 
 Score = Callable[[AgentRun], Awaitable[float]]
@@ -68,7 +67,7 @@ def command_line_agent(
     `score`: scores a run itself, as the reward `name` (rewards.by_workflow).
     """
 
-    async def sample(ctx: Any, prompt: Prompt, session: Session) -> list[Scored]:
+    async def sample(ctx: Any, prompt: Prompt, session: Session) -> Scored:
         place = folder(prompt) if callable(folder) else folder
         async with ctx.sandbox(place) as box:
             variables = {**agent_environment(*await _inside(box, session), prompt), **(env or {})}
@@ -79,21 +78,20 @@ def command_line_agent(
                 raise AgentFailure(EXIT, f"code {result.code}: {_said(result)}")
             if not session.rollouts:
                 raise AgentFailure(SILENT, f"it ended without a request to the policy: {_said(result)}")
-            rollouts = session.rollouts
+            rollout = session.rollout
             if answer is not None:
-                text = await _text_of(box, answer)
-                rollouts = [dataclasses.replace(rollout, output=text) for rollout in rollouts]
+                rollout = dataclasses.replace(rollout, output=await _text_of(box, answer))
             if score is None:
-                return [Scored(rollout, 0.0) for rollout in rollouts]
-            reward = float(await score(AgentRun(prompt, result, box, rollouts)))
+                return Scored(rollout, 0.0)  # the rewards of the recipe replace it
+            reward = float(await score(AgentRun(prompt, result, box, rollout)))
             if not math.isfinite(reward):
                 raise UserError(f"the score of an agent is {reward}; expected a finite number (key: workflow)")
-            return [Scored(rollout, reward, {name: reward}) for rollout in rollouts]
+            return Scored(rollout, reward, {name: reward})
 
-    async def tried(ctx: Any, prompt: Prompt, session: Session) -> list[Scored] | AgentFailure:
+    async def tried(ctx: Any, prompt: Prompt, session: Session) -> Scored | AgentFailure:
         for left in reversed(range(attempts)):
             try:
-                if session.rollouts:  # of an attempt that failed: the next one has tokens of its own
+                if left < attempts - 1:  # an attempt has failed: the next one has tokens of its own
                     async with ctx.serve(prompt, 1) as (fresh,):
                         return await sample(ctx, prompt, fresh)
                 return await sample(ctx, prompt, session)
@@ -106,7 +104,7 @@ def command_line_agent(
     async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
         async with ctx.serve(prompt) as sessions:
             runs = await asyncio.gather(*(tried(ctx, prompt, session) for session in sessions))
-        group = [scored for run in runs if not isinstance(run, AgentFailure) for scored in run]
+        group = [run for run in runs if not isinstance(run, AgentFailure)]
         failures = [run for run in runs if isinstance(run, AgentFailure)]
         if failures and len(group) < min(2, len(sessions)):
             raise failures[0]
