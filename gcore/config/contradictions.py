@@ -112,10 +112,10 @@ def _check_slots(config: Config) -> None:
             f"placement.mode={mode} divides slots between the policy and judges, but rewards.judges has no judge "
             "with a model; expected at least one"
         )
-    if config.sampling.max_staleness:
+    if config.sampling.max_staleness and mode == "colocated":
         raise ValueError(
-            f"placement.mode={mode} needs sampling.max_staleness=0, got {config.sampling.max_staleness}: between "
-            "steps the trainer uses the devices"
+            f"placement.mode={mode} needs sampling.max_staleness=0, got {config.sampling.max_staleness}: with several "
+            "steps in progress the roles do not take turns; expected mode dynamic, static or disaggregated"
         )
     if unknown := sorted(set(config.placement.split) - set(roles)):
         raise ValueError(f"placement.split: got {unknown}; expected names among {roles}")

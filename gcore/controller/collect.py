@@ -300,8 +300,9 @@ class Collector:
         self._runner.cancel()
 
     def progress(self) -> RolloutProgress:
-        """Progress of this controller in the rollout, for placement."""
-        prompts, share = self.prompts, self.step_ledger.target / self.prompts.size
+        """Progress of this controller in the rollout, for placement, which looks as far ahead as groups are started."""
+        prompts = self.prompts
+        share = self.step_ledger.target * (1 + self._sampling.max_staleness) / prompts.size
         return RolloutProgress(share, prompts.num_ready, prompts.num_decided, prompts.num_running, self._rate_now())
 
     # ---- prompts --------------------------------------------------------------------------------------------------

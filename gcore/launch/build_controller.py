@@ -28,6 +28,7 @@ from gcore.observe.trace import Tracer
 from gcore.placement.baselines import ColocatedRule, StaticRule
 from gcore.placement.grid import POLICY
 from gcore.placement.guard import DynamicRule
+from gcore.placement.lending import ContinuedRule
 from gcore.placement.monitor import Monitor
 from gcore.placement.placer import Placer
 from gcore.placement.replica_switch import ReplicaSwitch
@@ -128,6 +129,8 @@ def _make_placer(
     assert plan.grid is not None
     split, policy = first_split(config, plan.grid), pools[POLICY]
     rules: dict[str, Rule] = {"static": StaticRule(split), "colocated": ColocatedRule(), "dynamic": dynamic}
+    if config.sampling.max_staleness:
+        rules["dynamic"] = ContinuedRule()
     # Level 1: judges keep their weights.
     switches = {role: ReplicaSwitch(pool.replicas, 1, on_death=pool.mark_dead) for role, pool in pools.items()}
     switches[POLICY] = ReplicaSwitch(policy.replicas, max(1, plan.sleep_level), weights.load, policy.mark_dead)

@@ -272,9 +272,10 @@ def _environment_processes(config: Config, cluster: Cluster, controller_nodes: t
 
 def _sleep_level(config: Config, has_gpus: bool) -> int:
     level = config.generation.sleep
-    if not kind_of(config).engines_sleep or config.sampling.max_staleness:
+    mode = config.placement.mode
+    if not kind_of(config).engines_sleep or mode == "disaggregated":  # the trainer does not need their memory
         return 0
-    if config.placement.mode == "disaggregated":  # the trainer does not need their memory
+    if config.sampling.max_staleness and mode == "shared":  # they go on while it works
         return 0
     if level != "auto":
         return level

@@ -75,6 +75,18 @@ class Flow:
         return prefill_s + sum(costs.switch_s(move, home) for move in switches)
 
 
+def among_engines(split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
+    """As in a synchronous rollout, but steps wait for the longest responses: none is interrupted for a judge."""
+    return [m for m in MOVING_RULE(split, view, costs) if m.source != POLICY or not view.work.get(m.block)]
+
+
+class ContinuedRule(Rule):
+    """In runs: all blocks are the trainer's home. Engines go on after each update, with the split before it."""
+
+    def __call__(self, split: Split, view: ClusterLoad, costs: RoleSpeeds) -> list[Move]:
+        return among_engines(split, view, costs)
+
+
 @dataclass
 class LendingRule(Rule):
     """`home`: blocks of the trainer; None: HOME_SHARE of all."""
@@ -112,8 +124,7 @@ class LendingRule(Rule):
             return moves
         if trainer.updating and 2 * len(trainer.home) >= costs.grid.num_blocks:
             return []  # soon most blocks come back
-        # Steps wait for the longest requests: the policy's are not interrupted once more.
-        return [m for m in MOVING_RULE(split, view, costs) if m.source != POLICY or not view.work.get(m.block)]
+        return among_engines(split, view, costs)
 
     def _lend(self, split: Split, view: ClusterLoad, flow: Flow) -> list[Move]:
         """Home blocks to engines, unless the next batch is complete soon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import time
@@ -64,6 +65,26 @@ def test_placement_changes_no_sample(tmp_path, calm, mode):
     assert {"static": max(moves) == 0, "colocated": min(moves) >= 4, "dynamic": True}[mode], moves
     for row in found:
         assert row["placement/split/policy"] + row["placement/split/grader"] <= 4 + 1e-6
+
+
+def check_ahead(found: list[dict[str, Any]], staleness: int) -> None:
+    """No group is lost or doubled, and none is too old: all that were drawn are trained, or continue in later steps."""
+    trained = list(itertools.accumulate(row["sampling/trained"] for row in found))
+    drawn = list(itertools.accumulate(row["sampling/drawn"] for row in found))
+    assert trained == [PROMPTS * step for step in range(1, STEPS + 1)]
+    assert [row["sampling/pending"] for row in found] == [a - b for a, b in zip(drawn, trained, strict=True)]
+    assert 0 < max(row["staleness/max"] for row in found) <= staleness
+    assert all(row["reward/errors"] == 0 for row in found)
+
+
+@pytest.mark.parametrize("mode", ["dynamic", pytest.param("static", marks=pytest.mark.release)])
+def test_responses_continue_after_the_trainer_had_the_slots(tmp_path, mode):
+    keys = "runtime=local", "controllers=1", *overrides(mode, 0.05), "sampling.max_staleness=1"
+    found = steps(train(tmp_path, mode, *keys))
+    check_ahead(found, 1)
+    assert all(row["placement/split/policy"] + row["placement/split/grader"] <= 4 + 1e-6 for row in found)
+    # the next groups are in progress when a rollout begins, so no slot is without work
+    assert sum(row["placement/idle"] for row in found[1:]) < 0.15 * len(found) or mode == "static"
 
 
 @pytest.mark.release

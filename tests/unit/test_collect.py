@@ -483,6 +483,8 @@ def test_generation_goes_on_while_the_trainer_works():
     assert [totals(found)[3] for found in world.steps] == [8, 8, 8]
     ages = [{step - oldest(group) for part in world.steps[step] for group in part.groups} for step in range(3)]
     assert ages == [{0}, {1}, {2}]
+    # what placement looks ahead to: the groups of three steps, the share of one of two controllers
+    assert [collector.progress().target for collector in world.collectors] == [6, 6]
 
 
 def test_the_share_accepted_lately_decides_how_many_are_started():

@@ -89,6 +89,12 @@ def test_disaggregated_engines_stay_awake(config):
     assert make_plan(config(*asked, "placement.mode=disaggregated"), EIGHT).sleep_level == 0
 
 
+def test_engines_sleep_where_the_trainer_needs_their_memory(config):
+    asked = "generation.engine=vllm", "generation.sleep=2", "sampling.max_staleness=1"
+    assert make_plan(config(*asked), EIGHT).sleep_level == 0  # they go on while it works
+    assert make_plan(config(*asked, "placement.mode=dynamic"), EIGHT).sleep_level == 2
+
+
 # --- auto
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, TRAINER, DeviceGrid, Split, split_by
-from gcore.placement.lending import ElasticRule, Flow, LendingRule
+from gcore.placement.lending import ContinuedRule, ElasticRule, Flow, LendingRule
 from gcore.placement.rules import ClusterLoad, Load, RoleSpeeds, TrainerCosts, TrainerLoad
 from gcore.simulate.pipeline import Pipeline
 from gcore.simulate.run import simulate
@@ -112,6 +112,17 @@ def test_responses_are_not_interrupted_for_judges():
     judged = replace(few, loads={**few.loads, JUDGE: Load(waiting=2000, needed=2000.0, lengths=(400.0,) * 4)})
     assert not rule(split, judged, COSTS)
     assert [m.block for m in rule(split, replace(judged, work={0: 32, 1: 0, 2: 10}), COSTS)] == [1]
+
+
+def test_in_runs_the_split_stays_and_no_response_is_interrupted():
+    rule, split = ContinuedRule(), split_by(GRID, {POLICY: 6, JUDGE: 2})
+    assert rule.begin(view(), COSTS, split, 12.0) == split
+    few = view()
+    loads = {POLICY: replace(few.loads[POLICY], waiting=0, needed=5.0), JUDGE: Load(waiting=2000, needed=2000.0)}
+    busy = dict.fromkeys(range(8), 9.0)
+    assert not rule(split, replace(few, loads=loads, work=busy), COSTS)
+    moves = rule(split, replace(few, loads=loads, work={**busy, 3: 0.0}), COSTS)
+    assert [(move.block, move.target) for move in moves] == [(3, JUDGE)]
 
 
 def test_flow_gives_blocks_to_the_slower_role():

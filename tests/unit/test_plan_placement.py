@@ -110,10 +110,12 @@ def test_no_judge_to_share_with(config):
 
 def test_the_trainer_owns_the_devices_between_steps(config):
     found = {**RECIPE["sampling"], "deterministic": False, "max_staleness": 1}
-    message = refused(lambda: config(judge(), placement={"mode": "dynamic"}, sampling=found))
-    assert "placement.mode=dynamic needs sampling.max_staleness=0, got 1" in message
-    config(judge(), placement={"mode": "dynamic"}, sampling={**found, "max_staleness": 0, "surplus": "keep"})
+    message = refused(lambda: config(judge(), placement={"mode": "colocated"}, sampling=found))
+    assert "placement.mode=colocated needs sampling.max_staleness=0, got 1" in message
     assert len(message.splitlines()) == 1
+    for mode in ("dynamic", "static"):
+        config(judge(), placement={"mode": mode}, sampling={**found, "max_staleness": 0, "surplus": "keep"})
+        config(judge(), placement={"mode": mode}, sampling=found)
 
 
 @pytest.mark.parametrize(
