@@ -100,7 +100,7 @@ class Environment(Protocol):
 
     runs: bool
 
-    def rows(self, split: str, size: int | None) -> Sequence[Row] | Awaitable[Sequence[Row]] | None:
+    def rows(self, split: str, size: int | None) -> Sequence[Row] | Awaitable[Sequence[Row] | None] | None:
         """Its dataset; None: it has none."""
 
     def episode(self) -> Episode: ...

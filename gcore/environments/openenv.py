@@ -38,14 +38,14 @@ class OpenEnvironment:
     def __init__(self, url: str, args: Mapping[str, Any]) -> None:
         self.url, self.args = url, args
 
-    async def rows(self, split: str, size: int | None) -> Sequence[Row]:
+    async def rows(self, split: str, size: int | None) -> Sequence[Row] | None:
         first, episode = EVAL_SEED if split == "eval" else 0, self.episode()
         rows = []
         for seed in range(first, first + (size or ROWS)):
             opening = await episode.reset({}, seed)
             rows.append({"prompt": opening.said, "seed": seed})
         await episode.close()
-        return rows
+        return None if rows[0]["prompt"] is None else rows
 
     def episode(self) -> OpenEnvEpisode:
         return OpenEnvEpisode(self.url, self.args)
@@ -96,7 +96,7 @@ class OpenEnvEpisode:
             results.append(result if isinstance(result, str) else json.dumps(result, default=str))
         return Observation([{"role": "tool", "content": result} for result in results], tool_errors=failed)
 
-    def _shown(self, seen: Any) -> str:
+    def _shown(self, seen: Any) -> str | None:
         fields = dict(seen) if isinstance(seen, Mapping) else seen.model_dump() if hasattr(seen, "model_dump") else seen
         if not isinstance(fields, dict):
             return str(fields)
@@ -104,7 +104,8 @@ class OpenEnvEpisode:
             if field not in fields:
                 raise BadAnswer(f"an observation has {', '.join(fields)}; expected {field} (environment.args.say)")
             return str(fields[field])
-        return json.dumps({n: v for n, v in fields.items() if n not in ("done", "reward", "metadata")}, default=str)
+        fields = {name: value for name, value in fields.items() if name not in ("done", "reward", "metadata")}
+        return json.dumps(fields, default=str) if fields else None
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -86,6 +86,7 @@ class VerifiersEpisode:
         """The environment runs the conversation with a client, whose requests are recorded."""
         from openai import AsyncOpenAI
 
+        row = {**row, "prompt": messages_of(row)}
         if hasattr(self.env, "run_rollout"):
             return await self._by_library(row, policy)
         async with AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0) as client:
@@ -144,10 +145,14 @@ def _row(env: Any, row: dict[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in row.items() if name != "question"}, "prompt": prompt}
 
 
-def new_state(row: Row) -> State:
+def messages_of(row: Row) -> list[Message]:
     prompt = row["prompt"]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+
+
+def new_state(row: Row) -> State:
     return {
-        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt],
+        "prompt": messages_of(row),
         "completion": [],
         "answer": row.get("answer", ""),
         "info": row.get("info") or {},

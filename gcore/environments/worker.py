@@ -22,6 +22,7 @@ from gcore.observe.logs import NOT_USERS
 from gcore.processes import BAD, READY, AsyncCalls, Connection
 from gcore.types import UserError
 
+TOO_LONG = "context_length_exceeded"
 CANCELLED = "cancelled"  # kind of a reply: the caller has stopped waiting
 
 
@@ -70,6 +71,8 @@ def _failure(error: BaseException) -> tuple[str, Any, str]:
     if isinstance(error, Trouble):
         return BAD, f"{error.cause}: {error}", trace
     text = " ".join(str(error).split())[:300]
+    if getattr(error, "code", None) == TOO_LONG:  # of a client of the policy's endpoint
+        return BAD, f"context_exceeded: {text}", trace
     return BAD, f"raised: raised {type(error).__name__}{': ' if text else ''}{text}{_line(trace)}", trace
 
 

@@ -242,6 +242,8 @@ def _table(config: Config, scores: Sequence[Score], titles: Sequence[str]) -> li
         for s in scores
     ]
     rows += [(m.name, f"{m.weight:g}", "not called: a model that the run serves") for m in rewards.models]
+    source = "environment" if config.environment is not None else "workflow"
+    rows += [(name, "-", f"not called: of the {source}") for name in rewards.by_workflow]
     for judge in rewards.judges:
         where = "behind a URL" if isinstance(judge, RemoteJudge) else "that the run serves"
         rows.append((judge.name, f"{judge.weight:g}", f"not called: a judge {where}"))

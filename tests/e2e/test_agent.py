@@ -35,6 +35,34 @@ class Faulty(Shop):
 """
 
 
+AGENT = """
+import re, sys
+from types import SimpleNamespace
+sys.path.insert(0, {root!r})
+from examples.prices import Shop, price
+
+class TooLong(Exception):
+    code = "context_length_exceeded"
+
+class Agent:
+    rubric = SimpleNamespace(funcs=[lambda completion, answer: float(completion == answer)])
+    def get_dataset(self): return Shop().rows("train", 8000)
+    def get_eval_dataset(self): return Shop().rows("eval", 8)
+    async def rollout(self, client, model, prompt, **_):
+        messages = list(prompt)
+        for _ in range(4):
+            made = await client.chat.completions.create(model=model, messages=messages, stop=["?"])
+            (choice,) = made.choices
+            if choice.finish_reason == "length":
+                raise TooLong("no room")
+            messages.append({{"role": "assistant", "content": choice.message.content}})
+            if (asked := re.fullmatch(r"(\\w+)[?]", choice.message.content)) is None:
+                break
+            messages.append({{"role": "tool", "tool_call_id": "1", "content": price(asked[1])}})
+        return choice.message.content, {{}}
+"""
+
+
 def rows_of(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     return steps(train("recipes/agent.yaml", f"run.dir={folder}", *SMALL, *overrides).rows)
 
@@ -66,3 +94,15 @@ def test_failing_calls_and_more_controllers_change_no_sample(tmp_path, monkeypat
     for mine, theirs in zip(own, faulty, strict=True):
         assert mine["samples_digest"] == theirs["samples_digest"] and mine["reward/mean"] == theirs["reward/mean"]
         assert theirs["environment/retried"] > 0
+
+
+def test_an_agent_with_a_client_of_openai_gives_the_same_samples(tmp_path, monkeypatch):
+    """The prices are asked for by an agent that runs in the process of environments and only knows HTTP."""
+    pytest.importorskip("openai")
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "agent.py").write_text(AGENT.format(root=str(ROOT)))
+    own = rows_of(tmp_path / "own")
+    by_http = rows_of(tmp_path / "http", f"environment.source={tmp_path}/agent.py:Agent")
+    for mine, theirs in zip(own, by_http, strict=True):
+        assert mine["samples_digest"] == theirs["samples_digest"] and mine["reward/mean"] == theirs["reward/mean"]
+        assert mine["environment/turns"] > 1
