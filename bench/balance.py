@@ -15,6 +15,7 @@ shares follow from these times. CPU ranks compute padded rows.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -35,9 +36,10 @@ sys.path.insert(0, str(ROOT))
 from bench import layouts  # noqa: E402
 from bench.common import markdown, run_members, write_between, write_json  # noqa: E402
 from gcore.cost.shapes import SHAPES, model_shape  # noqa: E402
-from gcore.cost.workload import CostModel  # noqa: E402
+from gcore.cost.workload import CostModel, shared_prefixes  # noqa: E402
 from gcore.preparation.balance import idle_share, make_layout  # noqa: E402
-from gcore.types import SampleMeta, SampleWork, TrainBatch  # noqa: E402
+from gcore.preparation.step_times import shared_tokens  # noqa: E402
+from gcore.types import SampleMeta, SampleWork, SharedPrefix, TrainBatch  # noqa: E402
 
 LONGEST = 16384
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -119,6 +121,50 @@ def one(case: dict[str, Any], draw: Callable[..., np.ndarray], cost: CostModel, 
                 row[f"{name}_s"], row[f"{name}_micro"] = seconds, idle.per_micro_batch
                 row[f"{name}_micro_batches"] = len(batches[0].mini_batches[0].micro_batches)
     return row
+
+
+# ---- groups that share prefixes -----------------------------------------------------------------------------------
+
+
+def group_of(rng: np.random.Generator, number: int, prompt: int) -> list[SampleMeta]:
+    """8 siblings. `prompt`: its tokens; 0: a conversation that branches in three levels."""
+    found, turns = list[SampleMeta](), [int(rng.lognormal(np.log(600), 0.5)) for _ in range(2)]
+    start = prompt or int(rng.integers(256, 1024))
+    for i in range(8):
+        shared = [SharedPrefix(0, start)]
+        if not prompt:
+            first = start + turns[i // 4]
+            shared += [SharedPrefix(i // 4 * 4, first), SharedPrefix(i // 2 * 2, first + 400)]
+        above = shared[-1].tokens
+        size = above + int(np.clip(rng.lognormal(np.log(1200), 1.0), 32, LONGEST - above))
+        work, steps = SampleWork(size), size - start
+        found.append(SampleMeta(number, i, work, 1, steps=steps, shared=tuple(shared)))
+    return found
+
+
+def trees(seeds: int, ranks: int = 64) -> str:
+    """Layouts of groups that share prefixes (training.share_prefixes=auto), sharded weights."""
+    cost, lines = SHAPES["1.5B"].cost, list[list[Any]]()
+    kinds = {"prompts of 512": 512, "prompts of 2,048": 2048, "branches of three levels": 0}
+    for (name, prompt), per_rank, budget in itertools.product(kinds.items(), (64, 16), (LONGEST, 2 * LONGEST)):
+        rows = []
+        for seed in range(seeds):
+            rng = np.random.default_rng(seed)
+            metas = [meta for number in range(ranks * per_rank // 8) for meta in group_of(rng, number, prompt)]
+            request: dict[str, Any] = {"step": 1, "mini_batches": 1, "padded": False, "sharded": True, "cost": cost}
+            request |= {"num_ranks": ranks, "max_tokens": budget}
+            began = time.thread_time()
+            batches = make_layout(metas, shares="auto", **request)
+            seconds, whole = time.thread_time() - began, make_layout(metas, **request)
+            groups = [list(own) for _, own in itertools.groupby(metas, key=lambda meta: meta.prompt_id)]
+            most = sum(prefix.tokens for own in groups for prefix in shared_prefixes(own))
+            idle, before = (idle_share(each, metas, cost).per_micro_batch for each in (batches, whole))
+            saved = shared_tokens(batches, metas)
+            rows.append((before, idle, saved, most / sum(meta.length for meta in metas), seconds))
+        *means, _ = (percent(statistics.mean(column)) for column in zip(*rows, strict=True))
+        lines.append([name, per_rank, budget, *means, f"{max(row[-1] for row in rows):.1f}"])
+    head = ["groups of 8", "samples per rank", "budget", "idle, whole samples", "idle", "tokens saved", "at most", "s"]
+    return markdown(head, lines)
 
 
 # ---- ranks on the CPU ---------------------------------------------------------------------------------------------
@@ -267,8 +313,12 @@ def main() -> None:
     parser.add_argument("--cpu-ranks", type=int, nargs="*", default=(2, 4), help="real processes")
     parser.add_argument("--run-tokens", type=int, default=512, help="longest response of the run")
     parser.add_argument("--write", type=Path, help="a page with the two marks")
+    parser.add_argument("--trees", action="store_true", help="only groups that share prefixes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.trees:
+        print(trees(args.seeds))
+        return
     run = lengths_of_a_run(args.run_tokens)
     cpu = [row for ranks in args.cpu_ranks for row in measured(ranks, args.rounds)]
     rows = simulated(run, args.seeds, args.ranks)

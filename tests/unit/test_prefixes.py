@@ -190,6 +190,27 @@ def test_layouts_count_distinct_tokens(seed):
     assert not any(micro.shares for batch in plain for micro in batch.mini_batches[0].micro_batches)
 
 
+def test_an_agent_whose_turns_are_samples():
+    """Ten turns of 8 siblings. Each turn is a sample whose context is the whole history: what is computed is about one
+    conversation per sibling, and its prompt once."""
+    rng, found = np.random.default_rng(0), list[Sample]()
+    prompt = rng.integers(3, 99, 200).astype(np.int32)
+    for sibling in range(8):
+        history = prompt
+        for turn in range(10):
+            answer = rng.integers(3, 99, 60).astype(np.int32)
+            content = Tokens(history, answer, own_context=True)
+            ones = np.ones(60, np.float32)
+            found.append(Sample(0, 10 * sibling + turn, content, ones > 0, -ones))
+            history = np.concatenate([history, answer, rng.integers(3, 99, 40).astype(np.int32)])
+    metas = sorted(metas_of(found), key=lambda meta: meta.place)
+    computed = sum(m.length for m in metas) - sum(prefix.tokens for prefix in shared_prefixes(metas))
+    assert computed == 200 + 8 * (10 * 60 + 9 * 40)
+    assert sum(m.length for m in metas) == 8 * sum(200 + 100 * turn + 60 for turn in range(10)) > 7 * computed
+    contents = {sample.key: sample.content for sample in found}
+    assert tree_of([contents[meta.key] for meta in metas], share=True).size == computed
+
+
 def group_of(prompt: int, responses: list[int], number: int = 0) -> list[SampleMeta]:
     shared = (SharedPrefix(0, prompt),) if len(responses) > 1 else ()
     return [
