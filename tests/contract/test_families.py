@@ -30,6 +30,7 @@ from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.speculation import speculation_of
+from gcore.models import recurrent
 from gcore.models.decoders import KINDS, traits_of
 from gcore.models.networks import auto_class, load_model, load_scorer, score_texts
 from gcore.models.recurrent import mixers_of
@@ -576,14 +577,17 @@ def test_kernels_that_take_lengths_read_a_row_as_it_is(name, folders, monkeypatc
         compute = lambda row: convolution(row.transpose(1, 2), weight, bias, activation).transpose(1, 2)  # noqa: E731
         return of_samples(compute, rows, starts=cu_seqlens), None
 
-    for package in ("fla", "fla.modules", "fla.modules.causal_conv1d", "fla.ops", "fla.ops.gated_delta_rule"):
+    parts = ("modules", "modules.causal_conv1d", "modules.norm", "modules.norm.l2norm", "ops", "ops.gated_delta_rule")
+    for package in ("fla", *(f"fla.{part}" for part in parts)):
         stand_in: Any = types.ModuleType(package)
         stand_in.__spec__ = ModuleSpec(package, None)
+        stand_in.l2norm_fwd_kernel, stand_in.l2norm_bwd_kernel = types.SimpleNamespace(), types.SimpleNamespace()
         stand_in.causal_conv1d, stand_in.chunk_gated_delta_rule = causal_conv1d, delta_rule
         monkeypatch.setitem(sys.modules, package, stand_in)
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", rule)  # both to be replaced
     monkeypatch.setattr(module, "causal_conv1d_fn", convolution)
     monkeypatch.setattr(varlen, "usable", lambda *_: True)
+    monkeypatch.setattr(recurrent, "choose_variants", lambda *_: None)  # of Triton
     policy, samples = LogprobModel(network).train(), samples_of([(9, 14), (3, 20), (17, 6), (1, 2)])
     found = trained(policy, samples, ((0, 1, 3, 2),), 72)
     assert len(calls) == 2 * len(mixers_of(network)) and {tuple(call) for call in calls} == {(0, 23, 46, 49, 72)}
