@@ -202,7 +202,8 @@ class TextModality:
             after = self._render([*map(_with_thought, history), *feedback], add_generation_prompt=True)
         except UserError:
             return False
-        return not after.startswith(before)
+        ends = before, before.removesuffix(self._tokenizer.eos_token or "")  # some end a whole conversation with it
+        return not after.startswith(ends)
 
     def beginning(self, rollout: Rollout, num_steps: int, sibling: int) -> Rollout:
         """Its first steps, as another sibling. Nothing is copied."""
@@ -290,7 +291,8 @@ class TextModality:
         else:
             raise error
         end, text = _after_mark(alone), _after_mark(whole)
-        stop = self._first_stop(end)
+        bare = end.removesuffix(self._tokenizer.eos_token or "")  # some end a whole conversation with eos
+        stop = self._first_stop(bare if bare and text.startswith(bare) and not text.startswith(end) else end)
         if stop is not None and ended:
             return text, stop + 1
         if turn is PLAIN:

@@ -209,6 +209,23 @@ def test_a_template_that_strips_thoughts_makes_a_segment_per_question():
     assert asked.content.size + asked.params.max_tokens <= 40 + 80
 
 
+def test_a_template_that_ends_a_whole_conversation_with_eos_rewrites_nothing():
+    """As Phi-3.5: without a turn to come it writes eos once more."""
+    world = World("1", "2", "3")
+    world.tokenizer.chat_template = TEMPLATE + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+
+    async def agent(http: Any, session: Any) -> None:
+        messages: list[Any] = []
+        for question in "567":
+            messages.append(user(question))
+            answer = (await post(http, session, messages=messages))[1]
+            messages.append(answer["choices"][0]["message"])
+
+    _, (session,) = world.run(agent)
+    assert session.rollout.text == "1;u:6;a:2;u:7;a:3" and session.rollout.segments == ()
+    trained(world, session.rollout)
+
+
 def test_each_step_of_a_session_is_stored_once():
     """Also of long conversations, and a branch from their middle goes on from the steps that it had."""
     world = World(*"123456789")
