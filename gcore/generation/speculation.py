@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gcore.content.tokens import NO_TOKENS, Tokens
 from gcore.generation.engine_shell import Job
 from gcore.generation.noise import uniform
 from gcore.models.decoders import KINDS, traits_of
@@ -333,10 +334,11 @@ class Speculation:
     def end(self, jobs: Collection[Job]) -> None:
         """They are no longer in the batch. What is known of their tokens stays known."""
         for job in jobs:
-            if (path := self._paths.pop(job, None)) is not None:
-                if self._always or job in self._probes or self._balance(len(self._paths) + 1).on:
-                    self._follow(path, job)
-                self._probes.discard(job)
+            path = self._paths.pop(job, None)
+            follows = self._always or job in self._probes or self._balance(len(self._paths) + 1).on
+            if path is not None and follows:
+                self._follow(path, job)
+            self._probes.discard(job)
 
     def _balance(self, size: int) -> Balance:
         return self._balances.setdefault(size.bit_length(), Balance())
@@ -346,6 +348,8 @@ class Speculation:
         if not self._shared or len(self._automaton.nexts) > MAX_STATES:
             self._automaton, self._prompts = SuffixAutomaton(), {}
         key, last = content.context_bytes(), 0
+        if content.media:  # what stands for their features may have no embedding: it must not be proposed
+            content = Tokens.steps(NO_TOKENS)
         if (known := self._prompts.get(key)) is not None:
             last = known
         else:

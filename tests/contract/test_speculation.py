@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,17 @@ def speculated(speculation: Speculation, tokens: list[int], key: int) -> Job:
     job = Job(Request(content, SamplingParams(max_tokens=40), key), "", key, Future())
     speculation.begin([job])
     return job
+
+
+def test_the_places_of_media_are_not_proposed():
+    """Their tokens may have no embedding."""
+    speculation, text = Speculation(always=True), [5, 6, 7, 8] * 4
+    picture: Any = SimpleNamespace(key="picture", places=np.array([2]))
+    plain, seen = (Tokens(np.array([*text, 5], np.int32), media=media) for media in ((), (picture,)))
+    for content, size in ((seen, 0), (plain, 15)):
+        job = Job(Request(content, SamplingParams(max_tokens=40), 1), "", 1, Future())
+        (draft,) = speculation.drafts([job], 1, False)
+        assert len(draft) == size
 
 
 @pytest.mark.parametrize("alphabet", [2, 5])
