@@ -88,6 +88,19 @@ def test_responses_continue_after_the_trainer_had_the_slots(tmp_path, mode):
 
 
 @pytest.mark.release
+def test_kill_a_judge_and_an_engine_while_responses_of_several_steps_are_in_progress(tmp_path):
+    with Patient(tmp_path, 3, *overrides("dynamic", 0.1), "sampling.max_staleness=1") as running:
+        running.wait_for_steps()
+        for role in ("judge-grader-3", "engine-0"):
+            running.find(role).send_signal(signal.SIGKILL)
+        for role in ("judge-grader-3", "engine-0"):
+            running.wait_for(f"{role} died")
+            running.wait_for(f"{role} is restarted")
+        running.go.touch()
+        check_ahead(running.steps(), 1)
+
+
+@pytest.mark.release
 @pytest.mark.parametrize("slots", [4, 2])
 def test_a_resumed_run_keeps_what_placement_has_learned(tmp_path, slots):
     """The rule counts its steps. With other devices only lengths and speeds are kept, and the rule starts again."""
