@@ -1,4 +1,5 @@
-"""The rows of an environment, made in a process of its own: `data.train: {task: environment}`."""
+"""What is asked of an environment before a run, in a process of its own: whether it can be loaded, and its rows, for
+`data.train: {task: environment}`."""
 
 from __future__ import annotations
 
@@ -25,6 +26,21 @@ def rows_of(
             f"environment.source={source} has no rows; expected a method `rows`, or data.{split} with another dataset"
         )
     return rows
+
+
+def check(spec: Environment) -> None:
+    """UserError if the environment cannot be loaded, or does not take its arguments. No episode begins."""
+    ThreadPoolExecutor(1).submit(asyncio.run, _load(spec)).result()
+
+
+async def _load(spec: Environment) -> None:
+    hosts = Hosts(spec, 1)
+    try:
+        await hosts.ask("runs")
+    except EnvironmentFailure as error:
+        raise UserError(str(error)) from error
+    finally:
+        hosts.close()
 
 
 async def _rows(source: str, args: dict[str, Any], split: str, size: int | None) -> Sequence[Row] | None:

@@ -121,6 +121,8 @@ def sent_files(config: Config) -> list[str]:
     functions += [spec.task for spec in (data.train, *data.eval_sets.values()) if spec.task is not None]
     functions += [config.algorithm.adv_estimator, config.algorithm.policy_loss]
     functions += [config.sandbox.kind] if config.sandbox else []
+    if config.environment is not None:
+        functions += [config.environment.source, str(config.environment.args.get("game", ""))]
     code = [path.rpartition(":")[0] for path in functions]
     templates = [config.model.chat_template, *(judge.template for judge in judges)]
     datasets = [spec.path for spec in (data.train, *data.eval_sets.values())]

@@ -28,11 +28,13 @@ from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
 from gcore.config.data import Dataset
 from gcore.config.engines import DEFAULT_ENGINE
+from gcore.config.environments import ROWS
 from gcore.config.judges import RemoteJudge
 from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
 from gcore.content.families import KINDS
 from gcore.content.media import BadMedia
+from gcore.environments.rows import check as check_environment
 from gcore.generation.served import check_served
 from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import Roles, quiet
@@ -184,6 +186,8 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
     load_workflow(config.workflow)
     if config.sandbox is not None:
         make_kind(config.sandbox)
+    if config.environment is not None and not any(data.spec.task == ROWS for data in datasets):
+        check_environment(config.environment)  # its rows were not read
     load_filter(config.sampling.filter)
     make_advantage_settings(config)
     load_policy_loss(config.algorithm.policy_loss)

@@ -24,7 +24,8 @@ from gcore.environments import hosts as hosts_module
 from gcore.environments.base import Call, Observation
 from gcore.environments.hosts import Hosts
 from gcore.environments.own import observation
-from gcore.environments.rows import rows_of
+from gcore.environments.rows import check, rows_of
+from gcore.launch.node_checks import sent_files
 from gcore.preparation.advantages import GroupScores, grpo
 from gcore.training.step_advantages import generalized, step_rewards
 from gcore.types import EnvironmentFailure, Scored, UserError
@@ -351,6 +352,14 @@ def test_rows_and_arguments_are_checked_in_a_line(place):
         rows_of(f"{place}/games.py:Guess", {"x": 1})
 
 
+def test_an_environment_is_loaded_before_the_run(place):
+    check(Environment(source=f"{place}/games.py:Guess", args={"secret": 1}))
+    with pytest.raises(UserError, match=r"environment.source: .*games.py:broken raised RuntimeError: no licence"):
+        check(Environment(source=f"{place}/games.py:broken"))
+    with pytest.raises(UserError, match=r"mcp is not installed|expected mcp:COMMAND or mcp:URL"):
+        check(Environment(source="mcp: "))
+
+
 def test_a_recipe_with_an_environment_needs_little_else():
     tree = {key: value for key, value in RECIPE.items() if key not in ("data", "rewards")}
     short = {"max_prompt_length": 8}
@@ -365,6 +374,8 @@ def test_a_recipe_with_an_environment_needs_little_else():
     config = validate({**tree, **spec}, "recipe", Config)
     assert (config.workflow, config.rewards.by_workflow, config.data.train.path) == ("b.py:flow", [], "x.jsonl")
     assert config.data.eval_sets[""].args == {"source": "a.py:B", "args": {}, "split": "eval", "size": 9}
+    spec = {"environment": {"source": "mcp:python server.py", "args": {"game": "c.py:Game"}}, "data": data}
+    assert {"b.py", "c.py"} <= set(sent_files(validate({**tree, **spec, "workflow": "b.py:flow"}, "recipe", Config)))
     with pytest.raises(UserError, match=r"environment.source"):
         validate({**tree, "data": data, "rewards": rewards, "environment": {}}, "recipe", Config)
 
