@@ -31,7 +31,7 @@ READER = Reader(
     own=("input", "instructions", "model", "tools", "stream", "previous_response_id", "store", "include", "text"),
     ignored=(
         *("reasoning", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"),
-        *("prompt_cache_retention", "parallel_tool_calls", "max_tool_calls", "top_logprobs"),
+        *("prompt_cache_retention", "parallel_tool_calls", "max_tool_calls", "top_logprobs", "client_metadata"),
     ),
     neutral={"tool_choice": ("auto", "none"), "truncation": ("disabled",), "background": (False,)},
 )
