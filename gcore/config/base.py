@@ -322,9 +322,9 @@ class Serving(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
     precision: Literal["auto", "fp8"] = "auto"
-    """`fp8`: the matrices of layers are rounded to FP8, in blocks of 128 x 128 that share a scale, and sent so in half
-    or a quarter of the bytes. Embedded: it computes with these numbers in `dtype`, which shows what FP8 does to
-    learning and is not faster, see docs/engines.md."""
+    """`fp8`: the matrices of layers are rounded to FP8. Embedded: in blocks of 128 x 128 with a scale each; it computes
+    with these numbers in `dtype`, which shows what FP8 does to learning and is not faster. vLLM: on GPUs, with a scale
+    per row; it computes in FP8, see docs/engines.md."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.4
     """vLLM, SGLang: share of the GPU's memory for weights and KV cache. If several engines of the policy are on a GPU,
     they divide it; a judge's replica has it alone."""

@@ -26,7 +26,7 @@ class EngineTraits:
     experts: bool = False  # records the experts of each token
     scores: bool = False  # returns logprobs of given tokens, for teachers
     scores_at_one: bool = False  # only those at temperature 1, and it needs room for one more token
-    fp8: bool = False  # takes weights in FP8
+    fp8: Literal["", "sent", "rounds"] = ""  # gets weights in FP8, or rounds those that it gets and computes in FP8
     speculates: bool = False  # can propose tokens, and keeps the samples as they are
     decode_steps: bool = False  # can launch several decoding steps at once on one GPU
     computes: bool = True  # False: it only sleeps for the time of a device
@@ -47,7 +47,7 @@ ENGINES = {
         sampling_mask=True,
         experts=True,
         scores=True,
-        fp8=True,
+        fp8="sent",
         speculates=True,
     ),
     "vllm": EngineTraits(
@@ -61,6 +61,7 @@ ENGINES = {
         media=("image",),
         scores=True,
         scores_at_one=True,
+        fp8="rounds",
         decode_steps=True,
     ),
     "sglang": EngineTraits(

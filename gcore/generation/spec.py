@@ -72,6 +72,7 @@ class LibraryOptions:
     memory_fraction: float = 0.4  # of the GPU
     cpu_cache_gib: float = 1.0
     tensor_parallel: int = 1
+    fp8: bool = False  # weights are rounded when they arrive, and computed with in FP8; on GPUs
     eager: bool = False  # no compilation, no CUDA graphs: starts faster, decodes slower
     decode_steps: int = 8  # vLLM on GPUs: at most this many steps are launched at once (vllm_run.py)
     sleep: bool = False  # memory can be freed between rollouts; on GPUs
@@ -101,6 +102,7 @@ class LibraryOptions:
             device=device.type,
             memory_fraction=spec.memory_fraction,
             tensor_parallel=serving.tensor_parallel,
+            fp8=serving.precision == "fp8",
             eager=serving.eager,
             decode_steps=serving.decode_steps,
             sleep=spec.sleeps,

@@ -72,13 +72,15 @@ class VllmBackend(DecodeBackend):
         self._never: dict[int, float] = {}  # tokens that stand for features of images, as logit biases
         self._steps_without_admission = 0
         self._vocabulary, self._accepts_images, self._frees, self.can_truncate = 0, False, False, False
+        self._loads_whole = False  # see reload_packed
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
         options = self.options
         self.core = open_core(self._folder, options)
         core = self.core.engine_core.engine_core
         skip_block_accounting(core.scheduler)
-        config, whole = self.core.model_config, is_cpu()  # on CPU, packing needs all weights at once
+        self._loads_whole = whole = is_cpu() or options.fp8
+        config = self.core.model_config
         self.can_truncate = all(self.core.collective_rpc(keep_logprobs_untruncated))
         self._vocabulary = config.get_vocab_size()
         has_towers = bool(getattr(config, "is_multimodal_model", False))
@@ -86,7 +88,7 @@ class VllmBackend(DecodeBackend):
         self._never = dict.fromkeys(forbidden_tokens(config.hf_config) if has_towers else (), NEVER)
         self._runs = DecodeRuns.of(core, options.decode_steps, tuple(self._never))
         self._frees = options.sleep and not is_cpu()
-        self._weights, device = FolderWeights(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
+        self._weights, device = FolderWeights(self._folder, config.hf_text_config), "cpu" if is_cpu() else "cuda"
         base = self._weights.base(options.adapters, device, config.dtype, whole)
         memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
         return WeightReceiver(self._weights.shapes, base, whole), memory
@@ -235,7 +237,7 @@ class VllmBackend(DecodeBackend):
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: int, last: bool) -> None:
         stored = self._weights.as_stored(tensors, last)
-        self.core.collective_rpc(reload_packed if is_cpu() else load_in_place, args=(list(stored.items()),))
+        self.core.collective_rpc(reload_packed if self._loads_whole else load_in_place, args=(list(stored.items()),))
 
     def finish_load(self) -> Collection[Job]:
         self._num_loads += 1

@@ -68,6 +68,10 @@ def open_core(folder: Path, options: LibraryOptions) -> Any:
     if is_cpu():
         cache = int(options.cpu_cache_gib * GIB)
         platform = {"kv_cache_memory_bytes": cache, "enforce_eager": True, "enable_chunked_prefill": False}
+    if options.fp8 and is_cpu():
+        raise UserError("generation.precision=fp8: vLLM computes in FP8 on GPUs only; use engine=embedded")
+    if options.fp8:
+        platform["quantization"] = "fp8_per_channel"
     if options.tensor_parallel > 1:
         # inside a placement group of Ray, vLLM would make Ray actors, which need GPUs that are reserved already
         platform["distributed_executor_backend"] = "mp"
@@ -257,7 +261,8 @@ def load_in_place(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def reload_packed(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """CPU: weights are packed for the kernels at load. Pack again what vLLM does not."""
+    """All weights at once: on CPU they are packed for the kernels at load, in FP8 they are rounded layer by layer. Pack
+    again what vLLM does not."""
     model = worker.get_model()
     for module in model.modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:

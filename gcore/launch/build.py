@@ -216,8 +216,9 @@ def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Ren
         assert rendezvous.address is not None
         common = device if engine_device.type == device.type else pick_device("cpu")
         sender = BroadcastSender(common, rendezvous.address.rpartition(":")[0])
-    dtype, fp8 = pick_dtype(config.generation.dtype, engine_device), config.generation.precision == "fp8"
-    return WeightPublisher(rendezvous.rank, method, dtype, sender, fp8)
+    serving = config.generation
+    fp8 = serving.precision == "fp8" and serving.traits.fp8 == "sent"
+    return WeightPublisher(rendezvous.rank, method, pick_dtype(serving.dtype, engine_device), sender, fp8)
 
 
 # ---- every process --------------------------------------------------------------------------------------------------
