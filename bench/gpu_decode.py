@@ -3,12 +3,13 @@
     python bench/gpu_decode.py --json decode.json              # one H200: about 7 minutes
     python bench/gpu_decode.py --only vllm --engines 1,2 --sizes 256
     python bench/gpu_decode.py --cpu                           # a rehearsal with a tiny model and vLLM's CPU build,
-                                                               # without `vllm-mps` and `exact`
+                                                               # without what needs a GPU
 
 Work: 32, 128, 256 or 512 requests at once, prompts of 64 tokens, responses of 512 tokens with the logprob of every
 sampled token; a Qwen2 shape with random weights in bfloat16. Parts, each in a process of its own:
 - vllm: G-Core's pool over its vLLM engines, each in a process under Ray. As many engines as the largest of --engines
   start; the pool then has 1, 2 or 4 of them, and the requests are divided among those. The others are idle.
+- vllm-fp8: the same with `generation.precision: fp8`
 - vllm-mps: the same under NVIDIA's Multi-Process Service, which this script starts and stops: kernels of several
   processes run at the same time instead of in turns.
 - exact: requests with seeds, three times with the same engine: in runs of steps, in runs whose steps vLLM prepares, and
@@ -48,7 +49,7 @@ from bench.common import choose_sizes, some_of, write_json  # noqa: E402
 from bench.gpu_engines import PROMPT, bare_vllm, make_engine, prompts, serve  # noqa: E402
 from bench.worker import add_arguments, finish, run_worker, save, started_at  # noqa: E402
 
-PARTS = ("vllm", "vllm-mps", "exact", "llm", "sglang", "sglang-eager")
+PARTS = ("vllm", "vllm-fp8", "vllm-mps", "exact", "llm", "sglang", "sglang-eager")
 MPS = "nvidia-cuda-mps-control"
 MPS_S = 30  # limit of each command to its daemon
 
@@ -67,8 +68,9 @@ async def measure_pool(part: str, args: argparse.Namespace) -> None:
     from gcore.runtime.ray_cluster import ProcessPlace
 
     kind, _, how = part.partition("-")
-    counts = args.engines if kind == "vllm" else [1]
+    counts = args.engines if kind == "vllm" and how != "fp8" else [1]
     options = {"max_concurrent": max(args.sizes), "max_length": PROMPT + args.tokens, "eager": how == "eager"}
+    options |= {"fp8": how == "fp8"}
     options |= {"memory_fraction": 0.85 / max(counts), "sleep": kind == "sglang"}
     share = round(0.95 / max(counts), 3)
     place = ProcessPlace() if args.cpu else ProcessPlace(bundles=(0,), gpus=share)
@@ -244,7 +246,7 @@ def usable(part: str, args: argparse.Namespace) -> bool:
     if part == "vllm-mps" and (args.cpu or shutil.which(MPS) is None):
         print(f"{part}: skipped, {MPS} is not here", file=sys.stderr)
         return False
-    if part == "exact" and args.cpu:
+    if part in ("exact", "vllm-fp8") and args.cpu:
         print(f"{part}: skipped, it needs a GPU", file=sys.stderr)
         return False
     library = part.split("-")[0] if part not in ("llm", "exact") else "vllm"

@@ -98,7 +98,5 @@ def test_an_update_in_fp8_is_checked_and_gives_the_rounded_network():
 
 
 def test_an_engine_that_cannot_take_it_is_refused():
-    with pytest.raises(
-        ValueError, match="precision=fp8 needs engine=embedded or vllm, got sglang; expected"
-    ):
+    with pytest.raises(ValueError, match="precision=fp8 needs engine=embedded or vllm, got sglang; expected"):
         Serving(engine="sglang", precision="fp8")
