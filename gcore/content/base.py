@@ -16,7 +16,7 @@ Large parts of content can be references (media.py), which the engine or the tra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -43,15 +43,6 @@ class Content(Protocol):
     @property
     def work(self) -> SampleWork:
         """What a trainer rank computes for it, `size` among it."""
-        ...
-
-    def common(self, other: Self) -> tuple[int, int]:
-        """What both begin with and a network computes alike: tokens, and entries of `work.media` in them. Zeros, if it
-        is too short to be computed once."""
-        ...
-
-    def order(self) -> bytes:
-        """Contents that begin alike are neighbours in this order."""
         ...
 
     @property
@@ -81,6 +72,20 @@ class Content(Protocol):
 
     def reward_columns(self) -> dict[str, Any]:
         """Columns that a reward function can have as arguments, in addition to the output."""
+        ...
+
+
+@runtime_checkable
+class Shareable(Protocol):
+    """Content whose beginning a trainer rank can compute once for several samples."""
+
+    def common(self, other: Any) -> tuple[int, int]:
+        """What both begin with and a network computes alike: tokens, and entries of `work.media` in them. Zeros, if it
+        is too short to be computed once."""
+        ...
+
+    def order(self) -> bytes:
+        """Contents that begin alike are neighbours in this order."""
         ...
 
 

@@ -66,12 +66,6 @@ class Latents:
     def work(self) -> SampleWork:
         return SampleWork(self.tokens, passes=max(1, int(self.actions_S.sum())))
 
-    def common(self, other: Latents) -> tuple[int, int]:
-        return 0, 0
-
-    def order(self) -> bytes:
-        return b""
-
     @property
     def nbytes(self) -> int:
         demonstration = 0 if self.demonstration is None else self.demonstration.nbytes

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from gcore.config.algorithm import Algorithm
+from gcore.content.base import Shareable
 from gcore.types import Key, Rollout, Sample, SampleMeta, Scored, SharedPrefix, UserError
 
 Groups = Sequence[Sequence[Scored]]
@@ -92,9 +93,10 @@ def metas_of(samples: Sequence[Sample]) -> list[SampleMeta]:
 def shared_prefixes(siblings: Sequence[Sample]) -> dict[Key, tuple[SharedPrefix, ...]]:
     """The tree of a group: the beginnings of each sample that others have too. In the order of their first tokens that
     differ, what two samples have in common is the least that neighbours between them have in common."""
-    ordered = sorted(siblings, key=lambda sample: sample.content.order())
-    common = [b.content.common(a.content) for a, b in itertools.pairwise(ordered)]
     paths: dict[Key, tuple[SharedPrefix, ...]] = {sample.key: () for sample in siblings}
+    contents = {s.key: s.content for s in siblings if isinstance(s.content, Shareable)}
+    ordered = sorted((s for s in siblings if s.key in contents), key=lambda sample: contents[sample.key].order())
+    common = [contents[b.key].common(a.content) for a, b in itertools.pairwise(ordered)]
     growing: list[tuple[int, int, int]] = []  # prefixes that the next sample may have: tokens, media, the first sample
     for end, (tokens, media) in enumerate([*common, (0, 0)], start=1):
         start = end - 1

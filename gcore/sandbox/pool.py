@@ -40,6 +40,7 @@ class SandboxPool:
         self._places = asyncio.Semaphore(settings.at_once)
         self._waiting: deque[Sandbox] = deque()
         self._filling: asyncio.Task[None] | None = None
+        self._starting: set[asyncio.Task[Sandbox]] = set()
 
     @contextlib.asynccontextmanager
     async def one(self, folder: str | None = None) -> AsyncIterator[Sandbox]:
@@ -55,12 +56,29 @@ class SandboxPool:
 
     async def fill(self) -> None:
         while len(self._waiting) < self.settings.pool:
-            self._waiting.append(await self._kind.start())
+            self._waiting.append(await self._start())
+
+    async def _start(self) -> Sandbox:
+        """A start cannot be cancelled, because it happens in a thread: its sandbox then waits for another program."""
+        task = asyncio.ensure_future(self._kind.start())
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._keep)
+            raise
+
+    def _keep(self, started: asyncio.Task[Sandbox]) -> None:
+        if started.exception() is None:
+            self._waiting.append(started.result())
 
     async def close(self) -> None:
         if self._filling is not None:
             self._filling.cancel()
             await asyncio.gather(self._filling, return_exceptions=True)
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.sleep(0)  # they are among those that wait now
         while self._waiting:
             await self._waiting.popleft().stop()
 
@@ -74,4 +92,4 @@ class SandboxPool:
         if self._filling is None or self._filling.done():
             self._filling = asyncio.create_task(self.fill())
             self._filling.add_done_callback(lambda task: task.cancelled() or task.exception())  # `start` says it
-        return box or await self._kind.start()
+        return box or await self._start()

@@ -68,6 +68,7 @@ REHEARSALS = {  # arguments; several rows of them if one does not reach all part
     ],
     "random_model": ["tiny {here}/model"],
     "sandboxes": ["--kinds bubblewrap --at-once 2 --rounds 1"],
+    "sessions": ["--sessions 4 --turns 2 --tokens 4 --think-s 0.1"],
     "soak": [],  # starts and kills runs for minutes: --help alone
     "step": ["--only 'gcore local,trl' --rounds 1 --steps 4 --prompts 2 --siblings 2 --tokens 8"],
     "streaming": ["--seeds 1 --sigma 0.5 --judge-tokens 16 --policy-tokens 16 --most-tokens 64 --prompts 4"],

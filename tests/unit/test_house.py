@@ -34,7 +34,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "placement": ("clients", "config", "cost.replica_speed", "protocols"),
     "cost": ("config", "hub"),
     "prompts": ("config", "content", "http_body", "hub", "user_files"),
-    "preparation": ("config", "cost.workload", "protocols"),
+    "preparation": ("config", "content.base", "cost.workload", "protocols"),
     # an engine has a WeightReceiver, a trainer rank a WeightPublisher; a rank saves its shards
     "generation": (
         *("clients", "config", "content", "diffusion", "hub", "models", "observe", "protocols", "threads", "weights"),

@@ -69,7 +69,8 @@ from gcore.types import (
     TrainBatch,
     Written,
 )
-from gcore.workflows.context import generate_and_reward
+from gcore.workflows.context import ForAgents, generate_and_reward
+from gcore.workflows.endpoint import Endpoint
 
 GOAL, STEPS, SIGMA = 6.0, 6, 0.5  # the best policy pushes by GOAL / STEPS
 NO_PUSHES = np.zeros(0, np.float32)
@@ -330,6 +331,7 @@ class World:
             group_filter=spread if self.filters else no_filter,
             pool=pool,
             rewarder=rewarder,
+            agents=ForAgents(Endpoint(config.endpoint)),
             dispatcher=dispatcher,
             weights=weights,
             placement=RolloutPlacement(group, pool, switch),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import pytest
@@ -221,6 +221,7 @@ def test_an_engine_that_is_dead_when_an_evaluation_starts(saved, monkeypatch, tm
         config.trains_on_answers.return_value = False
         group = LocalGroup(Rendezvous(0, 1, None, Hub(1)))
         parts = {"pool": pool, "weights": weights, "controllers": group}
+        parts["agents"] = SimpleNamespace(endpoint=AsyncMock())
         await start_run.open_evaluation(SimpleNamespace(config=config, **parts))  # type: ignore[arg-type]
         assert [*pool.alive()] == [0] and handles[0].weights.keys() == saved.keys()
         handles[1].dies = False
