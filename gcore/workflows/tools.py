@@ -20,7 +20,7 @@ from typing import Any
 
 from gcore.protocols import Context
 from gcore.types import Message, Prompt, Rollout
-from gcore.workflows.tool_formats import HERMES, TAGGED, ToolCall
+from gcore.workflows.tool_formats import HERMES, ToolCall
 
 THREADS = ThreadPoolExecutor(256, "tool")  # a tool that hangs keeps its thread: not asyncio's own ones
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -34,11 +34,6 @@ Feedback = Callable[[Sequence[str]], str | Sequence[Message]]
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """All calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of a response, as Hermes and Qwen write."""
     return HERMES.find_calls(text)[0]
-
-
-def without_tool_calls(text: str) -> str:
-    """The rest of a response that has calls."""
-    return TAGGED.sub("", text).strip()
 
 
 async def run_tools(calls: Sequence[ToolCall], tools: Tools, timeout_s: float = 30.0) -> list[str]:
