@@ -529,6 +529,7 @@ def test_a_kind_of_your_own(tmp_path):
 
 def test_folders_to_read(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as outside:  # not below /tmp, which a sandbox has for itself
+        Path(outside).chmod(0o755)  # the programs are another user's
         (Path(outside) / "data").write_text("7")
 
         async def reads(box):
