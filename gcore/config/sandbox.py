@@ -1,4 +1,4 @@
-"""The section `sandbox`: where workflows run programs that nobody has read."""
+"""The section `sandbox`: where workflows run untrusted programs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Config(Section):
     rewards: Rewards = Rewards()
     """How responses are scored."""
     sandbox: Sandbox | None = None
-    """Where workflows run programs that nobody has read (`ctx.sandbox`), see docs/sandboxes.md."""
+    """Where workflows run untrusted programs (`ctx.sandbox`), see docs/sandboxes.md."""
     sampling: Sampling = Sampling()
     """Numbers of prompts and samples per step, filters and staleness."""
     training: Training = Training()

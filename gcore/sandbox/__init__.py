@@ -1,1 +1,1 @@
-"""Sandboxes: places for programs that nobody has read, with limits and without network."""
+"""Sandboxes: places for untrusted programs, with limits and without network."""
