@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.common import markdown, write_json  # noqa: E402
-from gcore.config.sandbox import Sandbox as Settings  # noqa: E402
+from gcore.config.sandbox import SandboxSettings  # noqa: E402
 from gcore.sandbox.base import Sandbox, Sandboxes  # noqa: E402
 from gcore.sandbox.pool import KINDS, SandboxPool, make_kind  # noqa: E402
 from gcore.types import UserError  # noqa: E402
@@ -56,7 +56,7 @@ async def one(box: Sandbox, times: Times) -> None:
     await times.take("stop", box.stop())
 
 
-async def measure(settings: Settings, kind: Sandboxes, at_once: int, rounds: int) -> Times:
+async def measure(settings: SandboxSettings, kind: Sandboxes, at_once: int, rounds: int) -> Times:
     times = Times()
     for _ in range(rounds):
         boxes = await asyncio.gather(*(times.take("start", kind.start()) for _ in range(at_once)))
@@ -82,7 +82,7 @@ def main() -> None:
     names = ("start", "pool", "true", "python", "write", "read", "snapshot", "restore", "stop")
     rows, values = [], []
     for name in args.kinds:
-        settings = Settings.model_validate(
+        settings = SandboxSettings.model_validate(
             {"kind": name, "pool": 1, **({"image": args.image} if args.image and name != "bubblewrap" else {})}
         )
         try:

@@ -28,7 +28,7 @@ def _pattern(text: str) -> str:
 Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
-class Environment(Section):
+class EnvironmentSettings(Section):
     source: FunctionPath
     """What it is: a class or factory `file.py:NAME` or `package.module:NAME`, or `gym:ID`, see docs/environments.md."""
     args: Arguments = {}
@@ -62,13 +62,13 @@ class Environment(Section):
     """An episode that failed begins again, at most this many times. Then its sample is dropped and counted in
     `environment/failed_CAUSE`; a failure is never a reward of 0."""
     on_failure: Literal["drop_sample", "drop_group"] = "drop_sample"
-    """Of an episode that failed for good: `drop_sample`: its siblings stay, if the estimator can compare those that are
-    left; `drop_group`: the whole group is dropped."""
+    """What is dropped if an episode still fails after its retries. `drop_sample`: its siblings stay, if the estimator can
+    compare those that are left; `drop_group`: the whole group."""
     on_context: Literal["drop", "score"] = "drop"
     """Of a conversation that is longer than `generation.max_response_length`: `drop`: it is a failure
     (`context_exceeded`); `score`: it ends there, with the rewards that it has."""
     max_failed_frac: Annotated[Fraction, Field(gt=0)] = 0.5
-    """Stop the run if more than this fraction of a step's episodes failed for good."""
+    """Stop the run if more than this fraction of a step's episodes still failed after their retries."""
 
 
 def implied_by_environment(tree: Mapping[str, Any]) -> Mapping[str, Any]:

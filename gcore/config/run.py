@@ -158,7 +158,7 @@ class Evaluation(Section):
         return self
 
 
-class Endpoint(Section):
+class EndpointSettings(Section):
     host: str = "127.0.0.1"
     """Address that the endpoint of `ctx.serve` listens on, or the name of an interface of every node, such as `eth0`.
     The default: only processes of the same machine reach it."""
@@ -174,7 +174,7 @@ class Endpoint(Section):
     `sampling/dropped_session_left`, as a failure, see `rewards.max_error_frac`."""
 
     @model_validator(mode="after")
-    def _check(self) -> Endpoint:
+    def _check(self) -> EndpointSettings:
         if self.host in ("", "0.0.0.0", "::", "*"):
             raise ValueError(f"host: got {self.host!r}; expected the address or name of one interface")
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -196,7 +196,7 @@ class Observe(Section):
     the last two have to be installed."""
     prometheus: str | int | None = None
     """Serve the latest value of each metric for Prometheus at `/metrics` of this port, such as `9090`: on the loopback
-    interface. `HOST:PORT`: on another one; whoever reaches it can read the metrics."""
+    interface. `HOST:PORT`: on another interface, where everyone who can connect can read the metrics."""
     trace: bool = True
     """Write `trace.json` for Perfetto."""
     samples_per_step: Count = 2

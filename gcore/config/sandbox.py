@@ -22,7 +22,7 @@ class Limits(Section):
     """Output of one command that is kept, in KiB: its beginning and its end."""
 
 
-class Sandbox(Section):
+class SandboxSettings(Section):
     kind: str = "bubblewrap"
     """`bubblewrap`, `containers` (Docker or Podman), or your own, `file.py:NAME` or `package.module:NAME`, see
     docs/sandboxes.md."""

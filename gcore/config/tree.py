@@ -17,16 +17,16 @@ from gcore.config.base import Auto, PolicyModel, PositiveInt, Section
 from gcore.config.contradictions import check
 from gcore.config.data import Data
 from gcore.config.denoising import implied_by_denoising
-from gcore.config.environments import Environment, implied_by_environment
+from gcore.config.environments import EnvironmentSettings, implied_by_environment
 from gcore.config.generation import Generation
 from gcore.config.objects import FunctionPath
 from gcore.config.placement import Placement
 from gcore.config.preference import OBJECTIVES, Needs, Objective, Preference, implied_by_pairs
 from gcore.config.presets import implied_by_preset
 from gcore.config.rewards import Rewards
-from gcore.config.run import Checkpoint, Endpoint, Evaluation, Faults, Observe, Run
+from gcore.config.run import Checkpoint, EndpointSettings, Evaluation, Faults, Observe, Run
 from gcore.config.sampling import Sampling
-from gcore.config.sandbox import Sandbox
+from gcore.config.sandbox import SandboxSettings
 from gcore.config.training import Critic, Training
 
 
@@ -46,7 +46,7 @@ class Config(Section):
     workflow: FunctionPath = "gcore.workflows.context:generate_and_reward"
     """The function that makes a group of samples, `file.py:NAME` or `package.module:NAME`, see docs/extending.md. With
     `environment`, the default plays in it."""
-    environment: Environment | None = None
+    environment: EnvironmentSettings | None = None
     """An environment that the policy acts in over several turns, see docs/environments.md."""
     objective: Objective = "policy"
     """What is trained. `policy`: reinforcement learning with `algorithm`; `sft`: the answers of the dataset; all
@@ -60,7 +60,7 @@ class Config(Section):
     """The policy's engine and how it samples."""
     rewards: Rewards = Rewards()
     """How responses are scored."""
-    sandbox: Sandbox | None = None
+    sandbox: SandboxSettings | None = None
     """Where workflows run untrusted programs (`ctx.sandbox`), see docs/sandboxes.md."""
     sampling: Sampling = Sampling()
     """Numbers of prompts and samples per step, filters and staleness."""
@@ -74,7 +74,7 @@ class Config(Section):
     """Saving of checkpoints."""
     evaluation: Evaluation = Evaluation()
     """How held-out prompts (`data.eval`) are answered and counted."""
-    endpoint: Endpoint = Endpoint()
+    endpoint: EndpointSettings = EndpointSettings()
     """The policy by HTTP, for agents of workflows that call `ctx.serve`, see docs/extending.md."""
     observe: Observe = Observe()
     """Progress and logs, and how often to evaluate."""

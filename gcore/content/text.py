@@ -82,7 +82,7 @@ class TextModality:
         return bool(self._tokenizer.chat_template)
 
     def is_full(self, num_steps: int) -> bool:
-        """A sample of so many steps has no room for another one."""
+        """Whether a sample of this many steps has reached the length limit."""
         return num_steps >= self._max_tokens
 
     def params(self, given: Mapping[str, Any], *, greedy: bool) -> SamplingParams:

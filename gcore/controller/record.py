@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore.config.environments import Environment
+from gcore.config.environments import EnvironmentSettings
 from gcore.config.secrets import hide
 from gcore.config.tree import Config
 from gcore.controller.prompt_ledger import REWARD_ERROR, Collected
@@ -237,8 +237,8 @@ def environment_row(counts: Counter[str]) -> Row:
     }
 
 
-def check_episodes(spec: Environment, step: int, counts: Counter[str]) -> None:
-    """Whether too many episodes failed for good, which ends the run."""
+def check_episodes(spec: EnvironmentSettings, step: int, counts: Counter[str]) -> None:
+    """Ends the run if too many episodes still failed after their retries."""
     failed = {name.removeprefix("failed_"): n for name, n in sorted(counts.items()) if name.startswith("failed_")}
     total = sum(failed.values())
     if total > spec.max_failed_frac * counts["episodes"]:

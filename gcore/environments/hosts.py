@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcore.config.environments import Environment as Spec
+from gcore.config.environments import EnvironmentSettings
 from gcore.environments.base import CAUSES, Call, Observation, Opening, Policy, Row
 from gcore.observe.logs import Log
 from gcore.processes import ANSWER, CALL, CANCEL, Child, kill_all
@@ -45,7 +45,7 @@ class _Pending:
 class Hosts:
     """Up to `num_processes` processes with `concurrency` episodes each. It serves one event loop."""
 
-    def __init__(self, spec: Spec, num_processes: int, log: Path | None = None) -> None:
+    def __init__(self, spec: EnvironmentSettings, num_processes: int, log: Path | None = None) -> None:
         """`log`: the file for the output of the processes; None: the stderr of this process."""
         self.spec, self.num_processes = spec, num_processes
         self.counts: Counter[str] = Counter()  # since they were last taken

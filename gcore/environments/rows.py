@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from gcore.config.environments import Environment
+from gcore.config.environments import EnvironmentSettings
 from gcore.environments.base import Row
 from gcore.environments.hosts import Hosts
 from gcore.types import EnvironmentFailure, UserError
@@ -28,12 +28,12 @@ def rows_of(
     return rows
 
 
-def check(spec: Environment) -> None:
+def check(spec: EnvironmentSettings) -> None:
     """UserError if the environment cannot be loaded, or does not take its arguments. No episode begins."""
     ThreadPoolExecutor(1).submit(asyncio.run, _load(spec)).result()
 
 
-async def _load(spec: Environment) -> None:
+async def _load(spec: EnvironmentSettings) -> None:
     hosts = Hosts(spec, 1)
     try:
         await hosts.ask("runs")
@@ -44,7 +44,7 @@ async def _load(spec: Environment) -> None:
 
 
 async def _rows(source: str, args: dict[str, Any], split: str, size: int | None) -> Sequence[Row] | None:
-    hosts = Hosts(Environment(source=source, args=args, reset_s=START_S), 1)
+    hosts = Hosts(EnvironmentSettings(source=source, args=args, reset_s=START_S), 1)
     try:
         rows: Sequence[Row] | None = await hosts.ask("rows", split, size)
         return rows

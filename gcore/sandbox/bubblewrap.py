@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gcore.config.sandbox import Sandbox as Settings
+from gcore.config.sandbox import SandboxSettings
 from gcore.processes import kill_group
 from gcore.sandbox.base import DISK, KILLED, MEMORY, OUTPUT, PROCESSES, START, TIME, WORK, Command, Result, SandboxError
 from gcore.sandbox.inside import MESSAGE_BYTES
@@ -59,7 +59,7 @@ _cpus = threading.Lock(), itertools.count()
 class BubblewrapSandboxes:
     """Implements Sandboxes."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SandboxSettings) -> None:
         self.settings = settings
 
     def problem(self) -> str | None:
@@ -84,7 +84,7 @@ class BubblewrapSandboxes:
 class Bubblewrap:
     """Implements Sandbox."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SandboxSettings) -> None:
         self.settings = settings
         self._process: _Process | None = None
         self._numbers = itertools.count()
@@ -353,7 +353,7 @@ class _Process:
             remove_group(self.group)
 
 
-def _spawn(settings: Settings) -> _Process:
+def _spawn(settings: SandboxSettings) -> _Process:
     """Starts one, and waits until its process 1 answers. SandboxError if it does not."""
     limits = settings.limits
     # If we are root, each gets another unprivileged user: the limit on processes is per user.

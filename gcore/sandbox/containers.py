@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from gcore.config.sandbox import Sandbox as Settings
+from gcore.config.sandbox import SandboxSettings
 from gcore.sandbox.base import DISK, KILLED, MEMORY, OUTPUT, PROCESSES, START, TIME, WORK, Command, Result, SandboxError
 from gcore.sandbox.transport import Connections, Kept, packed_folder
 
@@ -74,7 +74,7 @@ class ContainerSandboxes:
     """Implements Sandboxes. `args.socket`: of the daemon; `args.host_config`: more keys of Docker's HostConfig, such as
     {"Runtime": "runsc"}."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SandboxSettings) -> None:
         self.settings = settings
         known = [path for path in SOCKETS if os.path.exists(path)]
         self.daemon = Daemon(str(settings.args.get("socket", (known or SOCKETS)[0])))
@@ -118,7 +118,7 @@ class ContainerSandboxes:
 class Container:
     """Implements Sandbox."""
 
-    def __init__(self, settings: Settings, daemon: Daemon) -> None:
+    def __init__(self, settings: SandboxSettings, daemon: Daemon) -> None:
         self.settings, self._daemon = settings, daemon
         self._id = ""
         self._shared = tempfile.mkdtemp(prefix="gcore-")

@@ -10,7 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-from gcore.config.sandbox import Sandbox as Settings
+from gcore.config.sandbox import SandboxSettings
 from gcore.sandbox.base import Sandbox, Sandboxes
 from gcore.types import UserError
 from gcore.user_files import load_function
@@ -21,7 +21,7 @@ KINDS = {
 }
 
 
-def make_kind(settings: Settings) -> Sandboxes:
+def make_kind(settings: SandboxSettings) -> Sandboxes:
     """UserError if there is no such kind, or if it does not work on this machine."""
     path = KINDS.get(settings.kind, settings.kind)
     if ":" not in path:
@@ -35,7 +35,7 @@ def make_kind(settings: Settings) -> Sandboxes:
 
 
 class SandboxPool:
-    def __init__(self, settings: Settings, kind: Sandboxes) -> None:
+    def __init__(self, settings: SandboxSettings, kind: Sandboxes) -> None:
         self.settings, self._kind = settings, kind
         self._places = asyncio.Semaphore(settings.at_once)
         self._waiting: deque[Sandbox] = deque()

@@ -26,7 +26,7 @@ import aiohttp
 import psutil
 from aiohttp import web
 
-from gcore.config.run import Endpoint as Settings
+from gcore.config.run import EndpointSettings
 from gcore.protocols import ControllerGroup
 from gcore.types import SessionLeft, UserError
 from gcore.workflows.dialects import ROUTES
@@ -47,7 +47,7 @@ EXPECTED = ", ".join(f"POST {path}" for path in ROUTES) + " or GET models, at se
 class Endpoint:
     """The server of one controller. Without `endpoint.port` it runs while at least one session is open."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
@@ -229,7 +229,7 @@ class Endpoint:
             return _error(route, 404, "no such session: its workflow has ended", "session_not_found")
         headers = request.headers
         given = headers.get("x-api-key") or headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if not secrets.compare_digest(given.encode(), session.api_key.encode()):
+        if not secrets.compare_digest(given.encode(errors="surrogateescape"), session.api_key.encode()):
             return _error(route, 401, "the token (api_key) does not belong to this base_url", "invalid_api_key")
         return session
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gcore.config.sandbox import Limits
-from gcore.config.sandbox import Sandbox as Settings
+from gcore.config.sandbox import Limits, SandboxSettings
 from gcore.sandbox import bubblewrap, transport
 from gcore.sandbox.base import SandboxError
 from gcore.sandbox.bubblewrap import BubblewrapSandboxes
@@ -25,18 +24,18 @@ from gcore.sandbox.pool import SandboxPool, make_kind
 from gcore.types import UserError
 
 LIMITS = Limits(memory_mb=96, disk_mb=24, processes=24, seconds=20.0, output_kb=8)
-PROBLEM = BubblewrapSandboxes(Settings()).problem()
+PROBLEM = BubblewrapSandboxes(SandboxSettings()).problem()
 KINDS = ["bubblewrap", "bubblewrap of a user", "bubblewrap without a cgroup", "containers"]
 # GCORE_TEST_CONTAINERS='{"image": "...", "args": {"socket": "..."}, "read_only": ["/usr"]}': with python3, bash and tar
 CONTAINERS = json.loads(os.environ.get("GCORE_TEST_CONTAINERS", "null"))
 
 
 def make(kind: str, monkeypatch, **settings):
-    settings = Settings(**{"limits": LIMITS, **settings})
+    settings = SandboxSettings(**{"limits": LIMITS, **settings})
     if kind == "containers":
         if CONTAINERS is None:
             pytest.skip("GCORE_TEST_CONTAINERS names no image")
-        return ContainerSandboxes(Settings(kind="containers", limits=LIMITS, **CONTAINERS))
+        return ContainerSandboxes(SandboxSettings(kind="containers", limits=LIMITS, **CONTAINERS))
     if PROBLEM is not None:
         pytest.skip(PROBLEM)
     if kind == "bubblewrap of a user":  # root builds it without a user namespace; here it builds both
@@ -519,12 +518,12 @@ class Own:
 
 def test_a_kind_of_your_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN_KIND)
-    kind = make_kind(Settings(kind=f"{tmp_path}/own.py:Own", args={"a": 1}))
+    kind = make_kind(SandboxSettings(kind=f"{tmp_path}/own.py:Own", args={"a": 1}))
     assert kind.settings.args == {"a": 1}
     with pytest.raises(UserError, match=r"sandbox\.kind=.*own.py:Own does not work on this machine: no key"):
-        make_kind(Settings(kind=f"{tmp_path}/own.py:Own", args={"problem": "no key"}))
+        make_kind(SandboxSettings(kind=f"{tmp_path}/own.py:Own", args={"problem": "no key"}))
     with pytest.raises(UserError, match=r"sandbox\.kind=bwrap; expected one of bubblewrap.*, or your own class"):
-        make_kind(Settings(kind="bwrap"))
+        make_kind(SandboxSettings(kind="bwrap"))
 
 
 def test_folders_to_read(monkeypatch):
@@ -549,11 +548,11 @@ def test_sandboxes_end_with_the_process_that_started_them(monkeypatch):
     marker = f"30{os.getpid()}"
     code = f"""
 import asyncio
-from gcore.config.sandbox import Sandbox
+from gcore.config.sandbox import SandboxSettings
 from gcore.sandbox.bubblewrap import BubblewrapSandboxes
 
 async def main():
-    box = await BubblewrapSandboxes(Sandbox()).start()
+    box = await BubblewrapSandboxes(SandboxSettings()).start()
     await box.run("setsid sleep {marker} & sleep {marker}")
 
 asyncio.run(main())

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from gcore.config.generation import Generation
-from gcore.config.sandbox import Limits
-from gcore.config.sandbox import Sandbox as Settings
+from gcore.config.sandbox import Limits, SandboxSettings
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
 from gcore.prompts.tokenizer import build_char_tokenizer
@@ -27,7 +26,7 @@ from gcore.workflows.endpoint import Endpoint
 from tests.unit.test_endpoint import TEMPLATE, Engines
 from tests.unit.test_evaluation import config_of
 
-KIND = BubblewrapSandboxes(Settings(limits=Limits(memory_mb=128, disk_mb=32, seconds=20)))
+KIND = BubblewrapSandboxes(SandboxSettings(limits=Limits(memory_mb=128, disk_mb=32, seconds=20)))
 pytestmark = pytest.mark.skipif(KIND.problem() is not None, reason=f"no sandbox: {KIND.problem()}")
 
 # an agent without libraries: it asks for commands until the policy says `done`

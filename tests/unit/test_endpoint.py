@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gcore.config.generation import Generation
-from gcore.config.run import Endpoint as Settings
+from gcore.config.run import EndpointSettings
 from gcore.content.media import Media, png_url
 from gcore.content.text import TextModality
 from gcore.content.tokens import SamplingMask, Tokens
@@ -73,7 +73,7 @@ class World:
         self.engines = Engines(self.tokenizer, list(texts))
         stops = (self.tokenizer.eos_token_id,)
         self.modality = TextModality(Generation(max_response_length=64), self.tokenizer, stops, 40)
-        self.endpoint = Endpoint(Settings(**endpoint))
+        self.endpoint = Endpoint(EndpointSettings(**endpoint))
         parts: Any = config_of(), self.engines, SimpleNamespace(), self.modality
         self.shared = SharedContext(*parts, greedy=greedy, agents=ForAgents(self.endpoint))
         self.ctx = SampleContext(self.shared)

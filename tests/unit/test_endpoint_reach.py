@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from bench import sessions
 from gcore.config.advice import warnings
-from gcore.config.run import Endpoint as Settings
+from gcore.config.run import EndpointSettings
 from gcore.controller.prompt_ledger import FAILURES
 from gcore.controller.run_prompts import reason_of, run_workflow
 from gcore.protocols import Rendezvous
@@ -226,12 +226,12 @@ def test_a_workflow_that_swallows_the_end_of_a_session_fails_all_the_same():
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
 def test_an_endpoint_is_at_one_interface(host: str):
     with pytest.raises(ValidationError, match="expected the address or name of one interface"):
-        Settings(host=host)
+        EndpointSettings(host=host)
 
 
 def test_keys_that_belong_together():
     with pytest.raises(ValidationError, match="expected both or none"):
-        Settings(tls_key="key.pem")
+        EndpointSettings(tls_key="key.pem")
     config = config_of()
     assert not [line for line in warnings(config) if "endpoint" in line]
     (line,) = [line for line in warnings(config.changed("endpoint", host="eth0")) if "endpoint" in line]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.config.environments import ROWS, Environment
+from gcore.config.environments import ROWS, EnvironmentSettings
 from gcore.config.generation import Generation
 from gcore.config.load import validate
 from gcore.config.tree import Config
@@ -143,7 +143,7 @@ def stage(place: Path) -> Iterator[Callable[..., Stage]]:
 
     def make(name: str, *texts: str, least: int = 1, **spec: Any) -> Stage:
         world = World(*texts)
-        hosts = Hosts(Environment(source=f"{place}/games.py:{name}", **spec), 1)
+        hosts = Hosts(EnvironmentSettings(source=f"{place}/games.py:{name}", **spec), 1)
         shared = world.ctx.shared
         shared.environment, shared.least_siblings = hosts, least
         shared.config = shared.config.changed("rewards", functions=[], by_workflow=["environment"])
@@ -353,11 +353,11 @@ def test_rows_and_arguments_are_checked_in_a_line(place):
 
 
 def test_an_environment_is_loaded_before_the_run(place):
-    check(Environment(source=f"{place}/games.py:Guess", args={"secret": 1}))
+    check(EnvironmentSettings(source=f"{place}/games.py:Guess", args={"secret": 1}))
     with pytest.raises(UserError, match=r"environment.source: .*games.py:broken raised RuntimeError: no licence"):
-        check(Environment(source=f"{place}/games.py:broken"))
+        check(EnvironmentSettings(source=f"{place}/games.py:broken"))
     with pytest.raises(UserError, match=r"mcp is not installed|expected mcp:COMMAND or mcp:URL"):
-        check(Environment(source="mcp: "))
+        check(EnvironmentSettings(source="mcp: "))
 
 
 def test_a_recipe_with_an_environment_needs_little_else():
@@ -408,7 +408,7 @@ def test_an_environment_of_openenv(stage):
     pytest.importorskip("openenv")
     import uvicorn
     from openenv.core.env_server.http_server import create_fastapi_app
-    from openenv.core.env_server.interfaces import Environment as Served
+    from openenv.core.env_server.interfaces import EnvironmentSettings as Served
     from openenv.core.env_server.types import Action, State
     from openenv.core.env_server.types import Observation as Seen
 
@@ -458,7 +458,7 @@ def test_metrics_and_the_budget_of_a_step():
     counts = {"episodes": 4, "turns": 6, "retried": 3, "cause_hung": 3, "failed_hung": 2, "failed_died": 1}
     row = environment_row(hosts_module.Counter(counts))
     assert row["environment/turns"] == 1.5 and row["environment/failed_hung"] == 2 and row["environment/retried"] == 3
-    spec = Environment(source="a.py:B", max_failed_frac=0.75)
+    spec = EnvironmentSettings(source="a.py:B", max_failed_frac=0.75)
     check_episodes(spec, 3, hosts_module.Counter(counts))
     with pytest.raises(UserError, match=r"step 3: 3 of 4 episodes of environment.source=a.py:B failed \(died 1, hun"):
         check_episodes(spec.model_copy(update={"max_failed_frac": 0.5}), 3, hosts_module.Counter(counts))
@@ -566,7 +566,7 @@ def test_tools_of_an_mcp_server(place):
     source = f"mcp:python {place}/server.py"
 
     async def ask(call: Call, **args: Any) -> Observation:
-        hosts = Hosts(Environment(source=source, args={"cwd": str(place), **args}), 1)
+        hosts = Hosts(EnvironmentSettings(source=source, args={"cwd": str(place), **args}), 1)
         try:
             async with hosts.episode() as episode:
                 opening = await episode.reset({"prompt": "1"}, 5)
@@ -608,7 +608,7 @@ def test_an_mcp_server_that_dies_is_started_again(place, stage):
 def test_a_call_to_a_process_whose_socket_is_closed_is_a_failure(place):
     """The transport closes before the end of the process is known. uvloop raises if it is written to then."""
     uvloop = pytest.importorskip("uvloop")
-    hosts = Hosts(Environment(source=f"{place}/games.py:Guess"), 1)
+    hosts = Hosts(EnvironmentSettings(source=f"{place}/games.py:Guess"), 1)
 
     async def main() -> None:
         for yields in range(4):  # the handle is closed in one of the next turns of the loop

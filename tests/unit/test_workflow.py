@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.config.sandbox import Sandbox
+from gcore.config.sandbox import SandboxSettings
 from gcore.config.tree import Config
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
@@ -126,7 +126,7 @@ def test_sandboxes_are_those_of_the_recipe():
     shared = make_shared(Engine())
 
     async def main() -> None:
-        shared.sandboxes = SandboxPool(Sandbox(), Kind())  # type: ignore[arg-type]
+        shared.sandboxes = SandboxPool(SandboxSettings(), Kind())  # type: ignore[arg-type]
         async with SampleContext(shared).sandbox("folder") as box:
             assert (box.folder, box.stopped) == ("folder", False)  # type: ignore[attr-defined]
         assert box.stopped  # type: ignore[attr-defined]
