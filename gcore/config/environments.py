@@ -62,8 +62,8 @@ class EnvironmentSettings(Section):
     """An episode that failed begins again, at most this many times. Then its sample is dropped and counted in
     `environment/failed_CAUSE`; a failure is never a reward of 0."""
     on_failure: Literal["drop_sample", "drop_group"] = "drop_sample"
-    """What is dropped if an episode still fails after its retries. `drop_sample`: its siblings stay, if the estimator can
-    compare those that are left; `drop_group`: the whole group."""
+    """What is dropped if an episode still fails after its retries. `drop_sample`: its siblings stay, if the estimator
+    can compare those that are left; `drop_group`: the whole group."""
     on_context: Literal["drop", "score"] = "drop"
     """Of a conversation that is longer than `generation.max_response_length`: `drop`: it is a failure
     (`context_exceeded`); `score`: it ends there, with the rewards that it has."""
